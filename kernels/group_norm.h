@@ -18,6 +18,7 @@ enum Activation : int { kIdentity, kHardtanh, kClamp, kReLU, kSiLU };
 //
 // Statistics are computed and saved in the accumulate type: double for double, else float.
 struct Problem {
+  int device;  // index of the GPU; unused on the CPU
   int64_t batch, channels, spatial;
   int64_t num_groups;  // divides channels
   bool channels_last;
