@@ -1,0 +1,104 @@
+"""The command line: `python -m fxfuse demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+
+from fxfuse import demo
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that answers bad input with one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong, without the usage text, and exits."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = Parser(prog="python -m fxfuse", description="Fuses GroupNorm and activations.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands.add_parser("demo", help="fuse one chain; show graphs, errors and times"))
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Fuses Linear -> GroupNorm -> Hardtanh; shows graphs, errors and times."
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of x and the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=4,
+        metavar=("ROWS", "IN", "OUT", "GROUPS"),
+        default=(1024, 8192, 8192, 16),
+        help="x is (ROWS, IN), the Linear gives (ROWS, OUT) (default: 1024 8192 8192 16)",
+    )
+    parser.add_argument("--tf32", action="store_true", help="let CUDA matmuls use TF32")
+    parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--json", metavar="FILE", help="write the figures too; - for stdout")
+    parser.set_defaults(run=lambda options: _demo(parser, options))
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not here: torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} CUDA GPUs"
+        )
+    return device
+
+
+def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    rows, in_features, out_features, num_groups = options.shape
+    if min(options.shape) < 1:
+        parser.error(f"argument --shape: expected four positive sizes, got {options.shape}")
+    if out_features % num_groups:
+        parser.error(f"argument --shape: {num_groups} groups do not divide {out_features} channels")
+    if rows * out_features == num_groups:
+        parser.error("argument --shape: GroupNorm needs more than one value per group")
+    if options.tf32 and (options.device.type != "cuda" or options.dtype != "float32"):
+        parser.error("argument --tf32: needs a CUDA device and float32")
+    settings = demo.Settings(
+        rows,
+        in_features,
+        out_features,
+        num_groups,
+        options.device,
+        DTYPES[options.dtype],
+        options.tf32,
+        inductor=not options.no_inductor,
+    )
+    # With the figures on stdout, the text goes to stderr.
+    return demo.run(settings, Console(stderr=options.json == "-"), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
