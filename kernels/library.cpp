@@ -1,0 +1,442 @@
+// The table of contents of torch.ops.fxfuse: every schema, the autograd formula, the autocast rule,
+// the composition of ATen operators that serves any device, and which kernel each device has.
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <array>
+
+#include "arguments.h"
+#include "cpu/group_norm.h"
+#ifdef FXFUSE_CUDA
+#include "cuda/launch.h"
+#endif
+
+namespace fxfuse {
+
+bool has_kernel(const Tensor& input) {
+  const at::ScalarType dtype = input.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble && !is_half_type(dtype)) return false;
+#ifdef FXFUSE_CUDA
+  if (input.is_cuda()) return cuda::is_supported(input.get_device());
+#endif
+  return input.is_cpu();
+}
+
+namespace {
+
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr char kOp[] = "group_norm_activation";
+constexpr char kForwardOp[] = "group_norm_activation_forward";
+constexpr char kBackwardOp[] = "group_norm_activation_backward";
+
+// ---- composition of ATen operators -------------------------------------------------------
+
+Tensor activate(const Tensor& z, const CheckedActivation& f) {
+  switch (f.functor) {
+    case kHardtanh:
+      return at::hardtanh(z, f.params[0], f.params[1]);
+    case kClamp:
+      return at::clamp(z, f.params[0], f.params[1]);
+    case kReLU:
+      return at::relu(z);
+    case kSiLU:
+      return at::silu(z);
+    default:
+      return z;
+  }
+}
+
+// dy * f'(z), by the rules of activation.h.
+Tensor activation_grad(const Tensor& z, const Tensor& dy, const CheckedActivation& f) {
+  const double low = f.params[0], high = f.params[1];
+  switch (f.functor) {
+    case kHardtanh:
+      return dy.masked_fill(z.le(low).logical_or(z.ge(high)), 0);
+    case kClamp:
+      return dy.masked_fill(z.ge(low).logical_and(z.le(high)).logical_not(), 0);
+    case kReLU:
+      return dy.masked_fill(z.le(0), 0);
+    case kSiLU: {
+      const Tensor s = at::sigmoid(z);
+      return dy * s * (1 + z * (1 - s));
+    }
+    default:
+      return dy;
+  }
+}
+
+// What eager does, from operators that have every derivative and batching rule: serves double
+// backward, forward-mode differentiation and torch.func.
+Tensor eager(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+             const MaybeTensor& bias, double eps, c10::string_view activation,
+             at::ArrayRef<double> params, MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_arguments(kOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  const at::ScalarType wide = at::promote_types(input.scalar_type(), output_dtype);
+  const auto cast = [&](const MaybeTensor& t) -> MaybeTensor {
+    return defined(t) && wide != input.scalar_type() ? MaybeTensor(t->to(wide)) : t;
+  };
+  const Tensor y = at::group_norm(input.to(wide), num_groups, cast(weight), cast(bias), eps,
+                                  /*cudnn_enabled=*/false);
+  return activate(y, f).to(output_dtype);
+}
+
+// (N, C, ...) to (N, num_groups, rest), and a per-channel vector to something that broadcasts on
+// it.
+Tensor grouped(const Tensor& t, int64_t num_groups) {
+  return t.reshape({t.size(0), num_groups, t.numel() / (t.size(0) * num_groups)});
+}
+
+Tensor per_channel(const Tensor& t, int64_t dim) {
+  std::vector<int64_t> shape(dim, 1);
+  shape[1] = t.numel();
+  return t.reshape(shape);
+}
+
+// The normalised input, in the accumulate type.
+Tensor normalized(const Tensor& x, const Tensor& mean, const Tensor& rstd, int64_t num_groups) {
+  const Tensor centred = (grouped(x, num_groups) - mean[0].unsqueeze(-1)) - mean[1].unsqueeze(-1);
+  return (centred * rstd.unsqueeze(-1)).view(x.sizes());
+}
+
+Tensor affine(Tensor z, const MaybeTensor& weight, const MaybeTensor& bias) {
+  if (defined(weight)) z = z * per_channel(weight->to(z.scalar_type()), z.dim());
+  if (defined(bias)) z = z + per_channel(bias->to(z.scalar_type()), z.dim());
+  return z;
+}
+
+Triple forward_default(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                       const MaybeTensor& bias, double eps, c10::string_view activation,
+                       at::ArrayRef<double> params, MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_arguments(kForwardOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  Tensor output = empty_result(input, output_dtype, f.functor);
+  auto [mean, rstd] = empty_statistics(input, num_groups, output_dtype);
+  if (input.numel() == 0) return {output, mean.zero_(), rstd.zero_()};
+  const Tensor x = input.to(mean.scalar_type()).contiguous(), rows = grouped(x, num_groups);
+  // Two passes and a correction: the mean of what is left after the first mean was taken off.
+  mean[0].copy_(rows.mean(-1));
+  Tensor centred = rows - mean[0].unsqueeze(-1);
+  mean[1].copy_(centred.mean(-1));
+  centred = centred - mean[1].unsqueeze(-1);
+  rstd.copy_((centred.square().mean(-1) + eps).rsqrt());
+  output.copy_(activate(affine(normalized(x, mean, rstd, num_groups), weight, bias), f));
+  return {output, mean, rstd};
+}
+
+Triple backward_default(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                        const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
+                        const MaybeTensor& bias, double eps, c10::string_view activation,
+                        at::ArrayRef<double> params, std::array<bool, 3> output_mask) {
+  const CheckedActivation f = check_arguments(kBackwardOp, input, num_groups, weight, bias, eps,
+                                              activation, params, grad_output.scalar_type());
+  output_mask[1] &= defined(weight);
+  output_mask[2] &= defined(bias);
+  Tensor dinput, dweight, dbias;
+  if (output_mask[0]) dinput = at::empty_like(input, input.options(), result_format(input));
+  const Tensor x = input.to(mean.scalar_type()).contiguous(),
+               dy = grad_output.to(mean.scalar_type()).contiguous();
+  if (input.numel() == 0) {
+    if (output_mask[1]) dweight = at::zeros_like(*weight);
+    if (output_mask[2]) dbias = at::zeros_like(*bias);
+    return {dinput, dweight, dbias};
+  }
+  const Tensor x_hat = normalized(x, mean, rstd, num_groups);
+  const Tensor dz = activation_grad(affine(x_hat, weight, bias), dy, f);
+  std::vector<int64_t> all_but_channels{0};
+  for (int64_t d = 2; d < input.dim(); ++d) all_but_channels.push_back(d);
+  if (output_mask[1]) dweight = (dz * x_hat).sum(all_but_channels).to(weight->scalar_type());
+  if (output_mask[2]) dbias = dz.sum(all_but_channels).to(bias->scalar_type());
+  if (output_mask[0]) {
+    const Tensor g = grouped(affine(dz, weight, {}), num_groups), h = grouped(x_hat, num_groups);
+    const Tensor projected =
+        g - g.mean(-1, /*keepdim=*/true) - h * (g * h).mean(-1, /*keepdim=*/true);
+    dinput.copy_((projected * rstd.unsqueeze(-1)).view(input.sizes()));
+  }
+  return {dinput, dweight, dbias};
+}
+
+Tensor inference_default(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                         const MaybeTensor& bias, double eps, c10::string_view activation,
+                         at::ArrayRef<double> params, MaybeDtype dtype) {
+  return eager(input, num_groups, weight, bias, eps, activation, params, dtype)
+      .contiguous(result_format(input));
+}
+
+// ---- kernels -----------------------------------------------------------------------------
+
+// The three operators of a device whose kernels are `run_forward` and `run_backward`.
+template <void (*run_forward)(const Forward&), void (*run_backward)(const Backward&)>
+struct Kernels {
+  static Triple run(const char* op, bool save, const Tensor& input, int64_t num_groups,
+                    const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                    c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+    const CheckedActivation f =
+        check_arguments(op, input, num_groups, weight, bias, eps, activation, params, dtype);
+    const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+    Tensor output, mean, rstd;
+    if (save) std::tie(mean, rstd) = empty_statistics(input, num_groups, output_dtype);
+    if (input.numel() == 0) {
+      output = empty_result(input, output_dtype, f.functor);
+      if (save) mean.zero_(), rstd.zero_();
+      return {output, mean, rstd};
+    }
+    Forward p{};
+    const Operands operands = fill(p, input, num_groups, weight, bias, eps, f, output_dtype);
+    output = empty_result(input, to_scalar_type(p.output_dtype), f.functor);
+    p.output = output.data_ptr();
+    if (save) p.mean = mean.data_ptr(), p.rstd = rstd.data_ptr();
+    run_forward(p);
+    return {output.to(output_dtype), mean, rstd};
+  }
+
+  static Tensor inference(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                          const MaybeTensor& bias, double eps, c10::string_view activation,
+                          at::ArrayRef<double> params, MaybeDtype dtype) {
+    if (!has_kernel(input))
+      return inference_default(input, num_groups, weight, bias, eps, activation, params, dtype);
+    return std::get<0>(
+        run(kOp, false, input, num_groups, weight, bias, eps, activation, params, dtype));
+  }
+
+  static Triple forward(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                        const MaybeTensor& bias, double eps, c10::string_view activation,
+                        at::ArrayRef<double> params, MaybeDtype dtype) {
+    if (!has_kernel(input))
+      return forward_default(input, num_groups, weight, bias, eps, activation, params, dtype);
+    return run(kForwardOp, true, input, num_groups, weight, bias, eps, activation, params, dtype);
+  }
+
+  static Triple backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                         const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
+                         const MaybeTensor& bias, double eps, c10::string_view activation,
+                         at::ArrayRef<double> params, std::array<bool, 3> output_mask) {
+    if (!has_kernel(input) || input.numel() == 0)
+      return backward_default(grad_output, input, mean, rstd, num_groups, weight, bias, eps,
+                              activation, params, output_mask);
+    const CheckedActivation f = check_arguments(kBackwardOp, input, num_groups, weight, bias, eps,
+                                                activation, params, grad_output.scalar_type());
+    output_mask[1] &= defined(weight);
+    output_mask[2] &= defined(bias);
+    Backward p{};
+    const Operands operands =
+        fill(p, input, num_groups, weight, bias, eps, f, grad_output.scalar_type());
+    const Tensor dy =
+        grad_output.to(to_scalar_type(p.output_dtype)).contiguous(result_format(input));
+    const at::TensorOptions affine_options = input.options().dtype(operands.affine_dtype);
+    Tensor dinput, dweight, dbias;
+    if (output_mask[0])
+      dinput = at::empty_like(operands.input, operands.input.options(), result_format(input));
+    if (output_mask[1]) dweight = at::empty({p.channels}, affine_options);
+    if (output_mask[2]) dbias = at::empty({p.channels}, affine_options);
+    p.grad_output = dy.const_data_ptr();
+    p.mean = mean.const_data_ptr();
+    p.rstd = rstd.const_data_ptr();
+    if (output_mask[0]) p.dinput = dinput.data_ptr();
+    if (output_mask[1]) p.dweight = dweight.data_ptr();
+    if (output_mask[2]) p.dbias = dbias.data_ptr();
+    run_backward(p);
+    if (output_mask[0]) dinput = dinput.to(input.scalar_type());
+    if (output_mask[1]) dweight = dweight.to(weight->scalar_type());
+    if (output_mask[2]) dbias = dbias.to(bias->scalar_type());
+    return {dinput, dweight, dbias};
+  }
+
+  static void bind(torch::Library& m) {
+    m.impl(kOp, inference);
+    m.impl(kForwardOp, forward);
+    m.impl(kBackwardOp, backward);
+  }
+};
+
+using CpuKernels = Kernels<cpu::forward, cpu::backward>;
+#ifdef FXFUSE_CUDA
+using CudaKernels = Kernels<cuda::run_forward, cuda::run_backward>;
+#endif
+
+// ---- what a fake tensor needs ------------------------------------------------------------
+
+// The same checks and the same result, without a value: the fake kernels call it, so that the real
+// and the fake operator cannot differ.
+Triple empty_results(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                     const MaybeTensor& bias, double eps, c10::string_view activation,
+                     at::ArrayRef<double> params, MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_arguments(kOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  auto [mean, rstd] = empty_statistics(input, num_groups, output_dtype);
+  return {empty_result(input, output_dtype, f.functor), mean, rstd};
+}
+
+// ---- autograd ----------------------------------------------------------------------------
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+class GroupNormActivation : public torch::autograd::Function<GroupNormActivation> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_groups,
+                        const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                        c10::string_view activation, at::ArrayRef<double> params,
+                        MaybeDtype dtype) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("fxfuse::group_norm_activation_forward", "")
+                               .typed<decltype(forward_default)>();
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [output, mean, rstd] =
+        op.call(input, num_groups, weight, bias, eps, activation, params, dtype);
+    ctx->save_for_backward({input, weight.value_or(Tensor()), bias.value_or(Tensor()), mean, rstd});
+    ctx->saved_data["num_groups"] = num_groups;
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["activation"] = std::string(activation);
+    ctx->saved_data["params"] = params.vec();
+    ctx->saved_data["dtype"] = dtype;
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("fxfuse::group_norm_activation_backward", "")
+                               .typed<decltype(backward_default)>();
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1], &bias = saved[2], &grad = grad_outputs[0];
+    const MaybeTensor maybe_weight = weight.defined() ? MaybeTensor(weight) : std::nullopt;
+    const MaybeTensor maybe_bias = bias.defined() ? MaybeTensor(bias) : std::nullopt;
+    const int64_t num_groups = ctx->saved_data["num_groups"].toInt();
+    const double eps = ctx->saved_data["eps"].toDouble();
+    const std::string activation = ctx->saved_data["activation"].toStringRef();
+    const std::vector<double> params = ctx->saved_data["params"].toDoubleVector();
+
+    // Gradients are asked of the tensors that were given, in order.
+    std::array<bool, 3> mask{};
+    size_t edge = 0;
+    for (size_t i = 0; i < 3; ++i)
+      if (saved[i].defined()) mask[i] = ctx->needs_input_grad(edge++);
+
+    Tensor dinput, dweight, dbias;
+    if (!grad.defined()) {
+      // nothing flows back
+    } else if (at::GradMode::is_enabled()) {
+      // create_graph=True: gradients that have gradients, from eager's own operators.
+      const MaybeDtype dtype = ctx->saved_data["dtype"].toOptional<at::ScalarType>();
+      const Tensor output =
+          eager(input, num_groups, maybe_weight, maybe_bias, eps, activation, params, dtype);
+      variable_list wanted;
+      for (size_t i = 0; i < 3; ++i)
+        if (mask[i]) wanted.push_back(saved[i]);
+      const variable_list found = torch::autograd::grad(
+          {output}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
+      size_t next = 0;
+      if (mask[0]) dinput = found[next++];
+      if (mask[1]) dweight = found[next++];
+      if (mask[2]) dbias = found[next++];
+    } else {
+      std::tie(dinput, dweight, dbias) =
+          op.call(grad, input, saved[3], saved[4], num_groups, maybe_weight, maybe_bias, eps,
+                  activation, params, mask);
+    }
+    return {dinput, Tensor(), dweight, dbias, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+bool has_forward_grad(const MaybeTensor& t) {
+  return defined(t) && t->_fw_grad(/*level=*/0).defined();
+}
+
+bool requires_grad(const MaybeTensor& t) { return defined(t) && t->requires_grad(); }
+
+Tensor autograd(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                const MaybeTensor& bias, double eps, c10::string_view activation,
+                at::ArrayRef<double> params, MaybeDtype dtype) {
+  if (!has_kernel(input) || has_forward_grad(input) || has_forward_grad(weight) ||
+      has_forward_grad(bias))
+    return eager(input, num_groups, weight, bias, eps, activation, params, dtype);
+  if (at::GradMode::is_enabled() &&
+      (input.requires_grad() || requires_grad(weight) || requires_grad(bias)))
+    return GroupNormActivation::apply(input, num_groups, weight, bias, eps, activation, params,
+                                      dtype);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_activation", "")
+                             .typed<decltype(inference_default)>();
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(input, num_groups, weight, bias, eps, activation, params, dtype);
+}
+
+// ---- autocast ----------------------------------------------------------------------------
+
+// CUDA autocast runs group_norm in float32.  A 16-bit input is read as it is and the result written
+// in float32, in one pass; everything else is cast as eager casts it.
+Tensor autocast_cuda(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                     const MaybeTensor& bias, double eps, c10::string_view activation,
+                     at::ArrayRef<double> params, MaybeDtype dtype) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_activation", "")
+                             .typed<decltype(inference_default)>();
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  if (dtype.has_value())
+    return op.call(input, num_groups, weight, bias, eps, activation, params, dtype);
+  if (is_half_type(input.scalar_type()))
+    return op.call(input, num_groups, weight, bias, eps, activation, params, at::kFloat);
+  using at::autocast::cached_cast;
+  return op.call(cached_cast(at::kFloat, input), num_groups, cached_cast(at::kFloat, weight),
+                 cached_cast(at::kFloat, bias), eps, activation, params, dtype);
+}
+
+}  // namespace
+
+// ---- registration ------------------------------------------------------------------------
+
+TORCH_LIBRARY(fxfuse, m) {
+  m.def(
+      "group_norm_activation(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float "
+      "eps, str activation, "
+      "float[] params, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "group_norm_activation_forward(Tensor input, int num_groups, Tensor? weight, Tensor? bias, "
+      "float eps, str activation, "
+      "float[] params, ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "group_norm_activation_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
+      "int num_groups, "
+      "Tensor? weight, Tensor? bias, float eps, str activation, float[] params, bool[3] "
+      "output_mask) "
+      "-> (Tensor dinput, Tensor dweight, Tensor dbias)");
+  m.def(
+      "_empty_results(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, str "
+      "activation, "
+      "float[] params, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(fxfuse, CompositeExplicitAutograd, m) {
+  m.impl(kOp, inference_default);
+  m.impl(kForwardOp, forward_default);
+  m.impl(kBackwardOp, backward_default);
+}
+
+TORCH_LIBRARY_IMPL(fxfuse, CompositeImplicitAutograd, m) {
+  m.impl("_empty_results", empty_results);
+}
+
+TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { CpuKernels::bind(m); }
+
+#ifdef FXFUSE_CUDA
+TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) { CudaKernels::bind(m); }
+#endif
+
+TORCH_LIBRARY_IMPL(fxfuse, Autograd, m) {
+  m.impl(kOp, autograd);
+  m.impl(kForwardOp, torch::autograd::autogradNotImplementedFallback());
+  m.impl(kBackwardOp, torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(fxfuse, AutocastCUDA, m) { m.impl(kOp, autocast_cuda); }
+
+TORCH_LIBRARY_IMPL(fxfuse, FuncTorchBatched, m) { m.impl(kOp, eager); }
+
+}  // namespace fxfuse
