@@ -1,15 +1,18 @@
-"""The command line: `python -m fxfuse demo`."""
+"""The command line: `python -m fxfuse demo`, `build` and `doctor`."""
 
 from __future__ import annotations
 
 import argparse
+import platform
+import subprocess
 import sys
+import time
 from typing import NoReturn
 
 import torch
 from rich.console import Console
 
-from fxfuse import demo
+from fxfuse import demo, library
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,6 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m fxfuse", description="Fuses GroupNorm and activations.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="fuse one chain; show graphs, errors and times"))
+    build = commands.add_parser("build", help="build the library now; print where it lies")
+    build.set_defaults(run=_build)
+    doctor = commands.add_parser("doctor", help="print what fxfuse finds here and what is missing")
+    doctor.set_defaults(run=_doctor)
     options = parser.parse_args(arguments)
     return int(options.run(options))
 
@@ -98,6 +105,54 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     )
     # With the figures on stdout, the text goes to stderr.
     return demo.run(settings, Console(stderr=options.json == "-"), options.json)
+
+
+def _build(_: argparse.Namespace) -> int:
+    start = time.monotonic()
+    try:
+        path = library.build()
+    except library.BuildError as error:
+        print(f"python -m fxfuse build: error: {error}", file=sys.stderr)
+        return 1
+    print(f"{path} ({time.monotonic() - start:.1f} s)")
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    """Prints what the library depends on; returns 1 where it can be neither found nor built."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    problem = None
+    try:
+        recipe = library.recipe()
+        kind = str(recipe)
+        library.check_tools(recipe)
+    except library.BuildError as error:
+        kind, problem = "none", str(error)
+    existing = library.existing()
+    facts = {
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        "GPUs": ", ".join(gpus) or "none",
+        "C++ compiler": _version(library.compiler()),
+        "nvcc": _version(library.nvcc()),
+        "cache folder": str(library.cache_folder()),
+        "library wanted": kind,
+        "library": str(existing or "not built yet"),
+        "missing": problem or "nothing",
+    }
+    for name, value in facts.items():
+        print(f"{name:15}{value}")
+    return 0 if existing or problem is None else 1
+
+
+def _version(executable: str | None) -> str:
+    """The path of a compiler and the line of its version text that has the number."""
+    if executable is None:
+        return "none"
+    result = subprocess.run([executable, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in result.stdout.splitlines() if any(map(str.isdigit, line))]
+    release = next((line for line in lines if "release" in line), lines[0] if lines else "")
+    return f"{executable}: {release}"
 
 
 if __name__ == "__main__":

@@ -101,13 +101,13 @@ class Error:
 
 @dataclass(frozen=True)
 class Time:
-    """Times of one run in seconds; `l2` says what the GPU's L2 cache held before each repeat."""
+    """Times of one run; `l2` says what the GPU's L2 cache held before each repeat."""
 
     part: str
     run: str
     l2: str | None  # "cold", "hot", or None on the CPU
-    median: float
-    quartiles: tuple[float, float]
+    median_s: float
+    quartiles_s: tuple[float, float]
     repeats: int
 
 
@@ -128,7 +128,7 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
     progress = Progress(console=Console(stderr=True), transient=True)
     on_device = torch.cuda.device(settings.device) if settings.device.type == "cuda" else None
     with torch.no_grad(), progress, on_device or contextlib.nullcontext():
-        out.print(settings, highlight=False)
+        out.print(str(settings), highlight=False)
         step = progress.add_task("building the model", total=None)
         model = Chain(settings)
         x = torch.randn(
@@ -156,14 +156,14 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
         for part in parts:
             progress.update(step, description=f"comparing the {part.name} with float64")
             errors += _errors(part)
-        out.print(_error_table(errors))
+        out.print("", _error_table(errors), sep="\n")
         progress.remove_task(step)
 
         times = []
         for part in parts:
             for l2 in ("cold", "hot") if settings.device.type == "cuda" else (None,):
                 measured = _times(part, l2, progress)
-                out.print(_time_table(part, l2, measured))
+                out.print("", _time_table(part, l2, measured), sep="\n")
                 times += measured
     if json_file is not None:
         _write_json(json_file, settings, errors, times, parts)
@@ -332,7 +332,7 @@ def _error_table(errors: list[Error]) -> Table:
 def _time_table(part: Part, l2: str | None, times: list[Time]) -> Table:
     what = {"chain": "Time of the whole chain", "tail": "Time of GroupNorm + Hardtanh alone"}
     cache = f", {l2} L2 cache" if l2 else ""
-    median = {entry.run: entry.median for entry in times}
+    median = {entry.run: entry.median_s for entry in times}
     table = Table(
         title=what[part.name] + cache,
         caption="\n".join(f"{run}: {why}" for run, why in part.absent.items()) or None,
@@ -340,17 +340,16 @@ def _time_table(part: Part, l2: str | None, times: list[Time]) -> Table:
         caption_justify="left",
     )
     table.add_column("run")
-    for column in ("median", "quartiles", "eager /", f"/ {part.floor_name}", "repeats"):
+    for column in ("median", "quartiles", "eager / run", f"run / {part.floor_name}"):
         table.add_column(column, justify="right")
     for entry in times:
-        low, high = entry.quartiles
+        low, high = entry.quartiles_s
         table.add_row(
             entry.run,
-            _seconds(entry.median),
+            _seconds(entry.median_s),
             f"{_seconds(low)} - {_seconds(high)}",
-            f"{median['eager'] / entry.median:.2f}",
-            f"{entry.median / median[part.floor_name]:.2f}",
-            str(entry.repeats),
+            f"{median['eager'] / entry.median_s:.2f}",
+            f"{entry.median_s / median[part.floor_name]:.2f}",
         )
     return table
 
@@ -371,7 +370,7 @@ def _write_json(
         | {"device": str(settings.device), "dtype": str(settings.dtype)},
         "threads": torch.get_num_threads(),
         "errors": [asdict(error) for error in errors],
-        "times": [asdict(entry) for entry in times],  # seconds
+        "times": [asdict(entry) for entry in times],
         "absent": {part.name: part.absent for part in parts},
     }
     text = json.dumps(figures, indent=2)
