@@ -121,13 +121,13 @@ def _build(_: argparse.Namespace) -> int:
 def _doctor(_: argparse.Namespace) -> int:
     """Prints what the library depends on; returns 1 where it can be neither found nor built."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    problem = None
+    wanted, problem = "none", None
     try:
         recipe = library.recipe()
-        kind = str(recipe)
+        wanted = str(recipe)
         library.check_tools(recipe)
     except library.BuildError as error:
-        kind, problem = "none", str(error)
+        problem = str(error)
     existing = library.existing()
     facts = {
         "Python": f"{platform.python_version()} on {platform.platform()}",
@@ -136,7 +136,7 @@ def _doctor(_: argparse.Namespace) -> int:
         "C++ compiler": _version(library.compiler()),
         "nvcc": _version(library.nvcc()),
         "cache folder": str(library.cache_folder()),
-        "library wanted": kind,
+        "library wanted": wanted,
         "library": str(existing or "not built yet"),
         "missing": problem or "nothing",
     }
