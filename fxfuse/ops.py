@@ -1,0 +1,179 @@
+"""The operators as Python sees them: a typed wrapper, the fake kernels and a reference.
+
+``torch.ops.fxfuse.group_norm_activation`` is registered in C++ (``kernels/library.cpp``) with its
+autograd formula and its autocast rule. :func:`group_norm_activation` is what a rewritten graph
+calls: it makes the checks that ``torch.nn.functional.group_norm`` makes in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxfuse import library
+
+ChannelsLast = Literal["keep", "eager"]
+
+
+def group_norm_activation(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    params: Sequence[float] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    channels_last: ChannelsLast = "keep",
+    verify_batch_size: bool = True,
+) -> Tensor:
+    r"""Group normalisation and the activation after it, in one operator.
+
+    .. math::
+        y = f\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \gamma + \beta\right)
+
+    as :func:`torch.nn.functional.group_norm` (Wu and He, 2018, https://arxiv.org/abs/1803.08494)
+    followed by ``activation``.
+
+    Args:
+        input: ``(N, C, *)``, two or more dimensions, floating-point.
+        num_groups: Number of groups that the channels are cut into; divides ``C``.
+        weight: ``(C)`` or None.
+        bias: ``(C)`` or None.
+        eps: Added to the variance.
+        activation: ``"identity"``, ``"hardtanh"``, ``"clamp"``, ``"relu"``, ``"relu6"`` or
+            ``"silu"``. ``hardtanh`` and ``clamp`` give the same values; at a bound and at NaN the
+            gradient is that of the torch function of the name.
+        params: ``(min_val, max_val)`` for ``hardtanh`` and ``clamp``, which may be infinite;
+            else empty.
+        dtype: Of the result; None for the input's. Statistics are float32 or wider.
+        channels_last: ``"keep"`` returns a channels_last result for a channels_last input on
+            every device; ``"eager"`` returns a contiguous one on CUDA, as eager does.
+        verify_batch_size: Raise for one value per channel and group, as
+            ``torch.nn.functional.group_norm`` does and ``torch.group_norm`` does not.
+
+    Returns:
+        ``(N, C, *)``.
+
+    Raises:
+        ValueError: If there is one value per group and ``verify_batch_size`` is set.
+        RuntimeError: If an argument is not as described.
+    """
+    if verify_batch_size and input.dim() >= 2 and num_groups > 0:
+        size = input.size()
+        if size[0] * (size[1] // num_groups) * math.prod(size[2:]) == 1:
+            # F.group_norm has the rule and its message
+            F.group_norm(input, num_groups, weight, bias, eps)
+    if channels_last == "eager" and input.is_cuda:
+        input = input.contiguous()
+    if not library.is_loaded() and not library.load():
+        return reference(input, num_groups, weight, bias, eps, activation, params, dtype)
+    output: Tensor = torch.ops.fxfuse.group_norm_activation(
+        input, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
+# Reference activations, from the name and its parameters.
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "identity": lambda z: z,
+    "hardtanh": F.hardtanh,
+    "clamp": torch.clamp,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+}
+
+
+def reference(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What the operator computes, from torch's own: used where the library cannot be built."""
+    wide = input.dtype if dtype is None else torch.promote_types(input.dtype, dtype)
+    if wide != input.dtype:
+        input = input.to(wide)
+        weight = None if weight is None else weight.to(wide)
+        bias = None if bias is None else bias.to(wide)
+    y = torch.group_norm(input, num_groups, weight, bias, eps)
+    y = ACTIVATIONS[activation](y, *params)
+    return y if dtype is None else y.to(dtype)
+
+
+# ---- fake kernels ---------------------------------------------------------------------------
+# The checks, dtypes, shapes and strides are those of the real operator because it is the same C++
+# code that makes them: `_empty_results` is a composition, so it runs on fake tensors.
+
+
+def _fake_inference(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _fake_forward(input, num_groups, weight, bias, eps, activation, params, dtype)[0]
+
+
+def _fake_forward(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    output, mean, rstd = torch.ops.fxfuse._empty_results(
+        input, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output, mean, rstd
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    # The gradient has the layout that group_norm without an activation gives its result.
+    dinput = torch.ops.fxfuse._empty_results(
+        input, num_groups, weight, bias, eps, "identity", (), grad_output.dtype
+    )[0]
+    return (
+        torch.empty_like(dinput, dtype=input.dtype) if output_mask[0] else None,
+        torch.empty_like(weight) if output_mask[1] and weight is not None else None,
+        torch.empty_like(bias) if output_mask[2] and bias is not None else None,
+    )
+
+
+def _register_fakes() -> None:
+    torch.library.register_fake("fxfuse::group_norm_activation", _fake_inference)
+    torch.library.register_fake("fxfuse::group_norm_activation_forward", _fake_forward)
+    torch.library.register_fake("fxfuse::group_norm_activation_backward", _fake_backward)
+
+
+library.on_load(_register_fakes)
