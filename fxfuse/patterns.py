@@ -1,0 +1,313 @@
+"""The table of fusions: the one file that knows both what nodes say and what the operator takes.
+
+To add an activation that the operator knows, add its spellings to `nodes` and its row to
+`_ACTIVATIONS` here.  To add a pattern, add a `Fusion` to `fusions`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxfuse import library, nodes, ops, rewrite
+from fxfuse.nodes import Attribute
+from fxfuse.rewrite import Fusion, FusionReport, Match, Part, Reason, Refusal
+
+
+def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "keep") -> FusionReport:
+    """Replaces every GroupNorm and the activation after it in a graph by one operator, in place.
+
+    Results, gradients, `state_dict` and submodules stay what they were; only nodes change.  Running
+    it twice changes nothing.
+
+    Args:
+        graph_module: What `torch.fx.symbolic_trace` returns, or a graph made by hand.
+        channels_last: `"keep"` lets a channels_last input give a channels_last result on CUDA,
+            `"eager"` makes it contiguous, as GroupNorm does.  Where the graph asks for a `view` of
+            what is made from the result, it is always `"eager"`.
+
+    Returns:
+        One entry for each GroupNorm: fused, or the reason why not.
+    """
+    available = library.load()
+    sites = rewrite.apply(
+        graph_module.graph, graph_module, fusions(channels_last), analyse_only=not available
+    )
+    if not available:
+        sites = [
+            site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites
+        ]
+    report = FusionReport(tuple(sites))
+    if report.matched:
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return report
+
+
+def fusions(channels_last: ops.ChannelsLast = "keep") -> tuple[Fusion, ...]:
+    """The table, the more special rows first.
+
+    Args:
+        channels_last: As in `fuse`.
+    """
+    row = functools.partial(
+        Fusion,
+        steps=(_group_norm, _activation),
+        transparent=_transparent,
+        target=ops.group_norm_activation,
+        arguments=functools.partial(_arguments, channels_last=channels_last),
+    )
+    return (
+        row(name="Linear -> GroupNorm -> activation", producer=_linear),
+        row(name="GroupNorm -> activation", producer=nodes.name),
+    )
+
+
+# ---- the steps of a chain -------------------------------------------------------------------
+
+
+def _linear(node: fx.Node, root: nn.Module) -> str | None:
+    reading = nodes.read(node, root)
+    return "Linear" if reading is not None and reading.operation == "linear" else None
+
+
+@dataclass(frozen=True)
+class _Norm:
+    num_groups: int
+    eps: float
+    weight: fx.Node | Attribute | None
+    bias: fx.Node | Attribute | None
+    verify_batch_size: bool
+
+
+def _group_norm(node: fx.Node, root: nn.Module) -> Part | None:
+    if node.op == "call_function" and node.target is ops.group_norm_activation:
+        return _already_fused(node)
+    reading = nodes.read(node, root)
+    if reading is None or reading.operation != "group_norm" or reading.input is None:
+        return None
+    arguments = reading.arguments
+    norm = _norm(arguments, root)
+    refusal = _obstacle(reading, node, root)
+    if refusal is None and isinstance(norm, Refusal):
+        refusal = norm
+    sizes = (arguments["num_groups"], arguments.get("num_channels"))
+    text = f"{_label('GroupNorm', node, root)}({', '.join(str(n) for n in sizes if n is not None)})"
+    return Part(node, text, reading.input, data=norm, refusal=refusal)
+
+
+def _already_fused(node: fx.Node) -> Part:
+    names = ("input", "num_groups", "weight", "bias", "eps", "activation", "params")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    activation = _text(str(given.get("activation", "identity")), given.get("params", ()))
+    return Part(
+        node,
+        f"GroupNorm({given.get('num_groups')})",
+        node.all_input_nodes[0],
+        refusal=Reason.ALREADY_FUSED.because(activation=activation),
+    )
+
+
+def _norm(arguments: Mapping[str, Any], root: nn.Module) -> _Norm | Refusal:
+    num_groups, eps = arguments["num_groups"], arguments["eps"]
+    if type(num_groups) is not int:
+        return Reason.COMPUTED_ARGUMENT.because(name="num_groups", kind=_kind(num_groups))
+    if not _is_number(eps):
+        return Reason.COMPUTED_ARGUMENT.because(name="eps", kind=_kind(eps))
+    if num_groups < 1:
+        return Reason.BAD_NUM_GROUPS.because(num_groups=num_groups, num_channels="any")
+    for name in ("weight", "bias"):
+        given = arguments[name]
+        if given is not None and not isinstance(given, (fx.Node, Attribute)):
+            return Reason.BAD_AFFINE.because(name=name)
+        value = given.value if isinstance(given, Attribute) else None
+        if isinstance(given, fx.Node) and given.op == "get_attr":
+            value = nodes.attribute(given, root)
+        # A tensor that the graph computes is known only when it runs; the operator checks it then.
+        if isinstance(value, torch.Tensor):
+            num_channels = arguments.get("num_channels", value.numel())
+            if value.shape != (num_channels,) or not value.is_floating_point():
+                return Reason.BAD_AFFINE.because(name=name)
+            if num_channels % num_groups:
+                return Reason.BAD_NUM_GROUPS.because(
+                    num_groups=num_groups, num_channels=num_channels
+                )
+    return _Norm(
+        num_groups,
+        float(eps),
+        arguments["weight"],
+        arguments["bias"],
+        arguments.get("verify_batch_size", True),
+    )
+
+
+@dataclass(frozen=True)
+class _Activation:
+    name: str
+    params: tuple[float, ...] = ()
+
+
+def _activation(node: fx.Node, root: nn.Module) -> Part | None:
+    reading = nodes.read(node, root)
+    if reading is None or reading.operation not in _ACTIVATIONS:
+        return None
+    activation = _ACTIVATIONS[reading.operation](reading.arguments)
+    refusal = _obstacle(reading, node, root)
+    if refusal is None and isinstance(activation, Refusal):
+        refusal = activation
+    if refusal is None and reading.arguments.get("out") is not None:
+        refusal = Reason.OUT_ARGUMENT.because()
+    params = () if isinstance(activation, Refusal) else activation.params
+    text = _text(_label(_LABELS[reading.operation], node, root), params)
+    return Part(node, text, reading.input, reading.inplace, data=activation, refusal=refusal)
+
+
+def _hardtanh(arguments: Mapping[str, Any]) -> _Activation | Refusal:
+    bounds = _bounds(min_val=arguments["min_val"], max_val=arguments["max_val"])
+    if isinstance(bounds, Refusal):
+        return bounds
+    low, high = bounds
+    if low > high:
+        return Reason.CROSSED_BOUNDS.because(low=low, high=high)
+    return _Activation("hardtanh", bounds)
+
+
+def _clamp(arguments: Mapping[str, Any]) -> _Activation | Refusal:
+    low, high = arguments["min"], arguments["max"]
+    if low is None and high is None:
+        return Reason.NO_BOUND.because()
+    bounds = _bounds(
+        min=-math.inf if low is None else low,
+        max=math.inf if high is None else high,
+    )
+    if isinstance(bounds, Refusal):
+        return bounds
+    name = clamp_activation()
+    return Reason.CLAMP_GRADIENT.because() if name is None else _Activation(name, bounds)
+
+
+_ACTIVATIONS: dict[str, Callable[[Mapping[str, Any]], _Activation | Refusal]] = {
+    "hardtanh": _hardtanh,
+    "clamp": _clamp,
+    "relu": lambda arguments: _Activation("relu"),
+    "relu6": lambda arguments: _Activation("relu6"),
+    "silu": lambda arguments: _Activation("silu"),
+}
+
+_LABELS = {
+    "hardtanh": "Hardtanh",
+    "clamp": "clamp",
+    "relu": "ReLU",
+    "relu6": "ReLU6",
+    "silu": "SiLU",
+}
+
+
+def _bounds(**bounds: Any) -> tuple[float, ...] | Refusal:
+    for name, bound in bounds.items():
+        if not _is_number(bound):
+            return Reason.TENSOR_BOUND.because(name=name, kind=_kind(bound))
+        if math.isnan(bound):
+            return Reason.NAN_BOUND.because(name=name)
+    return tuple(float(bound) for bound in bounds.values())
+
+
+@functools.cache
+def clamp_activation() -> str | None:
+    """The activation whose gradient is that of the installed torch's clamp.
+
+    Returns:
+        `"clamp"` where the gradient passes on a bound and not at NaN (torch 2.11 to 2.13),
+        `"hardtanh"` where it is the other way round, None where it is neither.
+    """
+    clamps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: x.clamp(0, 1),
+        lambda x: x.clamp(min=1),
+        lambda x: x.clamp(max=1),
+        lambda x: x.clamp_min(1),
+        lambda x: x.clamp_max(1),
+    )
+    rules = set()
+    # Whoever calls may be tracing, or have turned gradients off.
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        for clamp in clamps:
+            x = torch.tensor([1.0, math.nan], device="cpu", requires_grad=True)
+            (grad,) = torch.autograd.grad(clamp(x).sum(), x)
+            rules.add(tuple(grad.tolist()))
+    if rules == {(1.0, 0.0)}:
+        return "clamp"
+    return "hardtanh" if rules == {(0.0, 1.0)} else None
+
+
+def _transparent(node: fx.Node, root: nn.Module) -> Part | None:
+    reading = nodes.read(node, root)
+    if reading is None or reading.operation not in ("identity", "dropout", "cast"):
+        return None
+    text = nodes.name(node, root)
+    refusal = _obstacle(reading, node, root)
+    if refusal is None and reading.operation == "dropout":
+        # Whether it is training decides when the graph runs, so only p = 0 is nothing.
+        p = reading.arguments["p"]
+        if isinstance(p, fx.Node) or p != 0:
+            refusal = Reason.DROPOUT.because(p=p)
+    if refusal is None and reading.operation == "cast":
+        given = reading.input and nodes.dtype(reading.input, root)
+        if given is None or given is not reading.arguments["dtype"]:
+            refusal = Reason.CAST.because(cast=text)
+    return Part(node, text, reading.input, refusal=refusal)
+
+
+def _obstacle(reading: nodes.Reading, node: fx.Node, root: nn.Module) -> Refusal | None:
+    if reading.obstacle is None:
+        return None
+    return Reason[reading.obstacle.upper()].because(module=nodes.name(node, root))
+
+
+def _label(name: str, node: fx.Node, root: nn.Module) -> str:
+    """The module's class for a module, else a name."""
+    return nodes.name(node, root) if node.op == "call_module" else name
+
+
+def _text(label: str, params: Any) -> str:
+    return f"{label}({', '.join(f'{param:g}' for param in params)})" if params else label
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that torch takes for a scalar; a bool is not meant as one."""
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+
+
+def _kind(value: object) -> str:
+    return "value that the graph computes" if isinstance(value, fx.Node) else type(value).__name__
+
+
+# ---- the call that takes their place --------------------------------------------------------
+
+
+def _arguments(
+    graph: fx.Graph, match: Match, channels_last: ops.ChannelsLast
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `ops.group_norm_activation`, without those that are its defaults."""
+    norm: _Norm = match.parts[0].data
+    activation: _Activation = match.parts[1].data
+    kwargs: dict[str, Any] = {}
+    for name, value in (("weight", norm.weight), ("bias", norm.bias)):
+        if value is not None:
+            kwargs[name] = graph.get_attr(value.path) if isinstance(value, Attribute) else value
+    if norm.eps != 1e-5:
+        kwargs["eps"] = norm.eps
+    kwargs["activation"] = activation.name
+    if activation.params:
+        kwargs["params"] = activation.params
+    if channels_last == "eager" or nodes.viewed(match.nodes):
+        kwargs["channels_last"] = "eager"
+    if not norm.verify_batch_size:
+        kwargs["verify_batch_size"] = False
+    return (match.parts[0].input, norm.num_groups), kwargs

@@ -1,0 +1,536 @@
+"""The engine: match, guard, replace, report.  It knows no operator by name.
+
+A `Fusion` is a chain of steps, each a function that reads one node, and the function that takes
+the chain's place.  `apply` follows every chain in a graph, refuses those that cannot be replaced
+without changing the program, and replaces the others.  Every node that begins a chain gets a
+`Site`, whether it was fused or why not.
+
+The whole safety argument is one rule: a value inside a chain is read by the chain alone.  Then no
+other node can see that it is gone, and none can write to it.  The one exception is a chain whose
+later steps write in place, where the readers that come after the last write see its result.  The
+new node stands where the chain began, so what the graph does to the chain's inputs afterwards
+comes afterwards still.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+class Reason(Enum):
+    """Why a site is as it is: `code` names it, the value is the template of its sentence."""
+
+    FUSED = "Replaced by one operator."
+    FUSIBLE = "Can be replaced by one operator."
+    ALREADY_FUSED = "Already one operator, with {activation}."
+    LIBRARY_UNAVAILABLE = "The compiled library is missing or could not be built."
+
+    # Found by the engine.
+    GRAPH_OUTPUT = "{value} is an output of the graph."
+    OTHER_READER = "{value} is also read by {readers}."
+    WRITTEN_IN_PLACE = "{writer} writes in place to {value}, or to a value made from it."
+    NO_READER = "{value} is not read."
+    NO_ACTIVATION = "{value} goes to {reader}, which no fusion knows."
+    NOT_THE_INPUT = "{value} enters {reader} as another argument than its input."
+    MODE_SWITCH = "{switch} changes the grad or autocast mode in between."
+
+    # Found by the readers of the steps.
+    DROPOUT = "A dropout with p = {p} stands in between."
+    CAST = "{cast} stands in between, and may change the dtype."
+    TENSOR_BOUND = "The bound {name} is a {kind}, not a Python int or float."
+    NAN_BOUND = "The bound {name} is NaN."
+    CROSSED_BOUNDS = "min_val {low} is greater than max_val {high}, which raises in torch."
+    NO_BOUND = "A clamp without bounds raises in torch."
+    OUT_ARGUMENT = "The result is written to an out= argument."
+    CLAMP_GRADIENT = "The gradient of this torch's clamp is neither clamp's nor hardtanh's."
+    COMPUTED_ARGUMENT = "{name} is a {kind}, not a Python number."
+    BAD_NUM_GROUPS = "{num_groups} groups cannot divide {num_channels} channels."
+    BAD_AFFINE = "{name} is not one floating-point value per channel."
+    SUBCLASS = "{module} is a subclass, whose behaviour may be its own."
+    PARAMETRIZED = "{module} is parametrized."
+    HOOKS = "{module} carries hooks, or a hook on all modules is set, that would not be called."
+    OWN_FORWARD = "{module} has a forward of its own set on the instance."
+
+    @property
+    def code(self) -> str:
+        """The name by which tests and users tell one reason from another."""
+        return self.name.lower()
+
+    def because(self, **details: object) -> Refusal:
+        """This reason with its sentence filled in."""
+        return Refusal(self, self.value.format(**details))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason and its sentence."""
+
+    reason: Reason
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node of a chain, as the reader of a step understood it.
+
+    Attributes:
+        node: The node.
+        text: What it is, for the report: `Hardtanh(-2, 2)`.
+        input: The node whose value the chain passes through this one.
+        inplace: Whether the result is written over that value.
+        data: What the fusion needs to know to replace the node.
+        refusal: Why the node cannot be replaced, if so.
+    """
+
+    node: fx.Node
+    text: str
+    input: fx.Node | None = None
+    inplace: bool = False
+    data: Any = None
+    refusal: Refusal | None = None
+
+
+Reader = Callable[[fx.Node, nn.Module], Part | None]
+"""Reads a node of a graph whose modules and attributes are those of the given root."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One row of a table of fusions.
+
+    Attributes:
+        name: Its name.
+        producer: Names the node that feeds the chain, or returns None where the row is not for it.
+        steps: The readers of the nodes to replace, first to last.
+        transparent: Reads a node that may stand between two steps because its result is its input,
+            the same tensor.
+        target: The function that takes the chain's place.
+        arguments: Its positional and keyword arguments.  Nodes that they need may be added to the
+            graph; they will stand before the call.
+    """
+
+    name: str
+    producer: Callable[[fx.Node, nn.Module], str | None]
+    steps: tuple[Reader, ...]
+    transparent: Reader
+    target: Callable[..., Any]
+    arguments: Callable[[fx.Graph, Match], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A chain that can be replaced.
+
+    Attributes:
+        fusion: The row that it matches.
+        producer: The node that feeds it, and stays.
+        parts: The nodes that its steps have read (for GroupNorm and activation: these two).
+        nodes: Every node that is replaced, with the transparent ones, in the order of the chain.
+    """
+
+    fusion: Fusion
+    producer: fx.Node
+    parts: tuple[Part, ...]
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What became of one norm in a graph.
+
+    Attributes:
+        norm: The norm, such as `GroupNorm(32, 64)`.
+        producer: What feeds it: `Linear`, `Conv2d`, the name of a function, `input`.
+        activation: What follows, such as `Hardtanh(-2, 2)`; empty where no activation was found.
+        fused: Whether it is now one operator.
+        code: The `Reason`'s code.
+        reason: Its sentence.
+        module: The path of the norm's module, or of the module around a functional norm.
+        source: The line of the model's source, as `File "model.py", line 12`, where it is known.
+        match: The nodes, where the chain matched.
+    """
+
+    norm: str
+    producer: str
+    activation: str
+    fused: bool
+    code: str
+    reason: str
+    module: str | None = None
+    source: str | None = None
+    match: Match | None = field(default=None, repr=False, compare=False)
+
+    def with_reason(self, reason: Reason) -> Site:
+        """This site after another outcome, whose sentence needs no details."""
+        fused = reason is Reason.FUSED
+        return replace(self, fused=fused, code=reason.code, reason=reason.value)
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What a pass found.  `str` gives a table of it.
+
+    Attributes:
+        sites: One entry per norm, in the order of the graph, without its nodes.
+    """
+
+    sites: tuple[Site, ...] = ()
+
+    def __post_init__(self) -> None:
+        # A report outlives the graph: it must not keep it alive, and must be possible to pickle.
+        sites = tuple(replace(site, match=None) for site in self.sites)
+        object.__setattr__(self, "sites", sites)
+
+    @property
+    def matched(self) -> int:
+        """How many sites this pass fused, or could have where it only looked."""
+        codes = (Reason.FUSED.code, Reason.FUSIBLE.code)
+        return sum(site.code in codes for site in self.sites)
+
+    @property
+    def fused(self) -> int:
+        """How many sites are fused now, by this pass or by an earlier one."""
+        return sum(site.fused for site in self.sites)
+
+    @property
+    def refused(self) -> int:
+        """How many sites are left as they were, each with its reason."""
+        return len(self.sites) - sum(site.fused or self._fusible(site) for site in self.sites)
+
+    def merge(self, *others: FusionReport) -> FusionReport:
+        """One report of the sites of this and others."""
+        return FusionReport(sum((other.sites for other in others), self.sites))
+
+    def __str__(self) -> str:
+        # Late, so that the engine itself depends on torch alone.
+        from fxfuse.reports import render
+
+        return render(self)
+
+    @staticmethod
+    def _fusible(site: Site) -> bool:
+        return site.code == Reason.FUSIBLE.code
+
+
+def apply(
+    graph: fx.Graph,
+    root: nn.Module,
+    fusions: Sequence[Fusion],
+    *,
+    analyse_only: bool = False,
+) -> list[Site]:
+    """Replaces every chain of a graph that matches one of the fusions, in place.
+
+    Neither lints the graph nor recompiles its module.
+
+    Args:
+        graph: The graph to edit.
+        root: The module whose submodules and attributes the graph addresses.
+        fusions: The table.  Of the rows that a node begins, the first that matches is taken.
+        analyse_only: Find and report only; the graph stays as it is.
+
+    Returns:
+        One site for each node that begins a chain, in the order of the graph.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    sites = [site for node in order if (site := _inspect(node, root, fusions, order)) is not None]
+    if analyse_only:
+        return sites
+    matches = [site.match for site in sites if site.match is not None]
+    # All calls first: the input of a chain may be the end of another, and replacing that one
+    # afterwards updates the new call as it does every other reader.
+    calls = [_insert(graph, match) for match in matches]
+    for match, call in zip(matches, calls, strict=True):
+        for node in reversed(match.nodes):
+            # Only the last has other readers, or all are one tensor (see `_Chain._extend`).
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
+    return [site.with_reason(Reason.FUSED) if site.match else site for site in sites]
+
+
+def _inspect(
+    node: fx.Node, root: nn.Module, fusions: Sequence[Fusion], order: dict[fx.Node, int]
+) -> Site | None:
+    """The site of the chain that begins at a node, or None where none does."""
+    best: _Chain | None = None
+    for fusion in fusions:
+        chain = _Chain.follow(fusion, node, root, order)
+        if chain is None:
+            continue
+        # Of several refusals the one of the row that came furthest says most.
+        if best is None or len(chain.parts) > len(best.parts) or chain.refusal is None:
+            best = chain
+        if chain.refusal is None:
+            break
+    return None if best is None else best.site()
+
+
+@dataclass
+class _Chain:
+    """A chain that is being followed."""
+
+    fusion: Fusion
+    root: nn.Module
+    order: dict[fx.Node, int]
+    producer: str
+    parts: list[Part]
+    nodes: list[fx.Node]
+    refusal: Refusal | None = None
+
+    @classmethod
+    def follow(
+        cls, fusion: Fusion, head: fx.Node, root: nn.Module, order: dict[fx.Node, int]
+    ) -> _Chain | None:
+        part = fusion.steps[0](head, root)
+        if part is None:
+            return None
+        producer = "" if part.input is None else fusion.producer(part.input, root)
+        if producer is None:
+            return None
+        chain = cls(fusion, root, order, producer, [part], [head], part.refusal)
+        if chain.refusal is None:
+            chain.refusal = chain._extend()
+        return chain
+
+    def _extend(self) -> Refusal | None:
+        """Reads the rest of the chain, or says why there is none."""
+        for step in self.fusion.steps[1:]:
+            refusal = self._advance(step)
+            if refusal is not None:
+                return refusal
+        tail = self.parts[-1].node
+        others = [reader for value in self.nodes[:-1] for reader in self._others(value)]
+        # Where each step wrote over the value before it, all of them are one tensor, which holds
+        # the result by the time that a later node reads it.
+        one_tensor = all(part.inplace for part in self.parts[1:])
+        if others and not (one_tensor and all(self._before(tail, reader) for reader in others)):
+            return self._shared(next(value for value in self.nodes if self._others(value)))
+        for node in self._between(self.nodes[0], tail):
+            if _switches_mode(node):
+                return Reason.MODE_SWITCH.because(switch=node.name)
+        return None
+
+    def _advance(self, step: Reader) -> Refusal | None:
+        """Appends the node that a step reads, and the transparent ones before it."""
+        while True:
+            value = self.nodes[-1]
+            readers = sorted(value.users, key=self.order.__getitem__)
+            if not readers:
+                return Reason.NO_READER.because(value=value.name)
+            reader = readers[0]
+            part = step(reader, self.root)
+            found = part is not None
+            if part is None:
+                part = self.fusion.transparent(reader, self.root)
+            if part is None:
+                return self._lost(value, readers, step)
+            if found:
+                self.parts.append(part)
+            self.nodes.append(reader)
+            if part.input is not value:
+                return Reason.NOT_THE_INPUT.because(value=value.name, reader=reader.name)
+            if part.refusal is not None:
+                return part.refusal
+            if found:
+                return None
+
+    def _lost(self, value: fx.Node, readers: list[fx.Node], step: Reader) -> Refusal:
+        """Why the first reader of a value does not continue the chain."""
+        if len(readers) > 1:
+            # A later reader may be the step: then the chain ends there, for the report.
+            for reader in readers[1:]:
+                part = step(reader, self.root)
+                if part is not None and part.input is value:
+                    self.parts.append(part)
+                    self.nodes.append(reader)
+                    break
+            return self._shared(value)
+        (reader,) = readers
+        if reader.op == "output":
+            return Reason.GRAPH_OUTPUT.because(value=value.name)
+        if value in written(reader, self.root):
+            return Reason.WRITTEN_IN_PLACE.because(writer=reader.name, value=value.name)
+        return Reason.NO_ACTIVATION.because(value=value.name, reader=reader.name)
+
+    def _shared(self, value: fx.Node) -> Refusal:
+        """Why a value that has other readers cannot go."""
+        others = self._others(value)
+        end = max([*others, self.nodes[-1]], key=self.order.__getitem__)
+        if self.nodes[-1] is not value:
+            end = self.nodes[-1]
+        writer = self._writer(value, end)
+        if writer is not None:
+            return Reason.WRITTEN_IN_PLACE.because(writer=writer.name, value=value.name)
+        if any(reader.op == "output" for reader in others):
+            return Reason.GRAPH_OUTPUT.because(value=value.name)
+        names = ", ".join(reader.name for reader in others)
+        return Reason.OTHER_READER.because(value=value.name, readers=names)
+
+    def _writer(self, value: fx.Node, end: fx.Node) -> fx.Node | None:
+        """The first node up to `end` that writes to a value or to what was made from it."""
+        # Which functions return views is not known here, so each might.
+        made = {value}
+        for node in (*self._between(value, end), end):
+            if node in self.nodes or made.isdisjoint(node.all_input_nodes):
+                continue
+            if not made.isdisjoint(written(node, self.root)):
+                return node
+            made.add(node)
+        return None
+
+    def _others(self, value: fx.Node) -> list[fx.Node]:
+        return [reader for reader in value.users if reader not in self.nodes]
+
+    def _before(self, first: fx.Node, second: fx.Node) -> bool:
+        return self.order[first] < self.order[second]
+
+    def _between(self, first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+        node = first.next
+        while self._before(node, last):
+            yield node
+            node = node.next
+
+    def site(self) -> Site:
+        head = self.parts[0]
+        match = None
+        if self.refusal is None:
+            assert head.input is not None
+            match = Match(self.fusion, head.input, tuple(self.parts), tuple(self.nodes))
+        refusal = self.refusal or Reason.FUSIBLE.because()
+        return Site(
+            norm=head.text,
+            producer=self.producer,
+            activation=self.parts[-1].text if len(self.parts) > 1 else "",
+            fused=refusal.reason is Reason.ALREADY_FUSED,
+            code=refusal.reason.code,
+            reason=refusal.sentence,
+            module=_module_path(head.node),
+            source=_source_line(head.node),
+            match=match,
+        )
+
+
+def _insert(graph: fx.Graph, match: Match) -> fx.Node:
+    """Puts the call that will take the place of a chain where the chain begins."""
+    head, tail = match.nodes[0], match.nodes[-1]
+    with graph.inserting_before(head):
+        args, kwargs = match.fusion.arguments(graph, match)
+        call = graph.call_function(match.fusion.target, args, kwargs, type_expr=tail.type)
+    # What it computes is what the last node computed; where it comes from is where the first did.
+    call.meta = {**head.meta, **tail.meta}
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in head.meta:
+            call.meta[key] = head.meta[key]
+    # It stays one call when the module is traced again, as unpickling a GraphModule does.
+    call.meta["is_wrapped"] = True
+    return call
+
+
+_WRITING_OPERATORS = frozenset(
+    {
+        operator.setitem,
+        operator.delitem,
+        operator.iadd,
+        operator.iand,
+        operator.iconcat,
+        operator.ifloordiv,
+        operator.ilshift,
+        operator.imatmul,
+        operator.imod,
+        operator.imul,
+        operator.ior,
+        operator.ipow,
+        operator.irshift,
+        operator.isub,
+        operator.itruediv,
+        operator.ixor,
+    }
+)
+
+
+def written(node: fx.Node, root: nn.Module) -> set[fx.Node]:
+    """The values that a node writes to in place, as far as conventions tell.
+
+    The conventions are Python's (augmented assignment, item assignment) and torch's (a trailing
+    underscore, `inplace=True`, `out=`, an operator's schema).
+    """
+    values: list[Any] = [node.kwargs.get("out")]
+    if _writes_first_argument(node, root):
+        values.append(node.args[0] if node.args else node.kwargs.get("input"))
+    if isinstance(node.target, torch._ops.OpOverload):
+        for index, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = index < len(node.args)
+                values.append(node.args[index] if given else node.kwargs.get(argument.name))
+    found: set[fx.Node] = set()
+    fx.node.map_arg(values, found.add)
+    return found
+
+
+def _writes_first_argument(node: fx.Node, root: nn.Module) -> bool:
+    target = node.target
+    if node.op == "call_module":
+        return bool(getattr(root.get_submodule(str(target)), "inplace", False))
+    if node.op == "call_method":
+        name = str(target)
+        if name.startswith("__"):
+            return name in ("__setitem__", "__delitem__") or name.startswith("__i")
+        return name.endswith("_")
+    if node.op != "call_function" or not callable(target):
+        return False
+    if getattr(target, "__module__", None) == operator.add.__module__:
+        return target in _WRITING_OPERATORS
+    if getattr(target, "__name__", "").endswith("_"):
+        return True
+    try:
+        arguments = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a builtin, or a call that would fail
+        arguments = node.kwargs
+    return bool(arguments.get("inplace", False))
+
+
+# What Dynamo writes for context managers; symbolic tracing records none.
+_MODE_SWITCHES = frozenset(
+    {
+        "_set_grad_enabled",
+        "set_grad_enabled",
+        "_enter_autocast",
+        "_exit_autocast",
+        "_enter_inference_mode",
+        "_exit_inference_mode",
+    }
+)
+
+
+def _switches_mode(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name in _MODE_SWITCHES
+
+
+def _module_path(node: fx.Node) -> str | None:
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else None
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _source_line(node: fx.Node) -> str | None:
+    """The innermost line of a node's stack trace that is not torch's own."""
+    frames: Iterable[tuple[str, str]] = re.findall(
+        r'File "([^"]+)", line (\d+)', node.stack_trace or ""
+    )
+    lines = [f'File "{path}", line {line}' for path, line in frames if not path.startswith(_TORCH)]
+    return lines[-1] if lines else None
