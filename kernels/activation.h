@@ -35,7 +35,8 @@ struct Hardtanh {
 // gradient passes on a bound and is 0 at NaN.  A missing bound is an infinite one.
 template <class V>
 struct Clamp : Hardtanh<V> {
-  using Hardtanh<V>::Hardtanh;
+  // Not `using Hardtanh<V>::Hardtanh`: GCC compiles an inherited constructor for the wrong target.
+  FXFUSE_INLINE explicit Clamp(const double* params) : Hardtanh<V>(params) {}
   FXFUSE_INLINE V grad(V z, V dy) const {
     dy = select(z >= this->low, dy, V{});
     return select(z <= this->high, dy, V{});
