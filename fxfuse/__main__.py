@@ -134,7 +134,7 @@ def _doctor(_: argparse.Namespace) -> int:
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "GPUs": ", ".join(gpus) or "none",
         "C++ compiler": _version(library.compiler()),
-        "nvcc": _version(library.nvcc()),
+        "nvcc": _version(library.find_nvcc()),
         "cache folder": str(library.cache_folder()),
         "library wanted": wanted,
         "library": str(existing or "not built yet"),

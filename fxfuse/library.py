@@ -103,8 +103,8 @@ class Recipe:
             torch.version.cuda,
             sys.implementation.cache_tag,
             platform.machine(),
-            _identity(_compiler()),
-            _identity(_nvcc()) if self.cuda else None,
+            _identity(compiler()),
+            _identity(find_nvcc()) if self.cuda else None,
             self.cflags,
             self.cuda_cflags,
         ]
@@ -130,11 +130,13 @@ def _source_folder() -> Path:
     raise BuildError(f"the kernels' sources are missing from {_PACKAGE}; reinstall fxfuse")
 
 
-def _compiler() -> str | None:
+def compiler() -> str | None:
+    """The path of the C++ compiler, or None."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def _nvcc() -> str | None:
+def find_nvcc() -> str | None:
+    """The path of the CUDA compiler, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     if found := shutil.which("nvcc"):
@@ -157,7 +159,7 @@ def _wants_cuda() -> bool:
 
     Counts GPUs without initialising CUDA.
     """
-    if torch.version.cuda is None or _nvcc() is None:
+    if torch.version.cuda is None or find_nvcc() is None:
         return False
     return bool(os.environ.get("TORCH_CUDA_ARCH_LIST")) or torch.cuda.device_count() > 0
 
@@ -186,7 +188,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "fxfuse"
 
 
-def _existing() -> Path | None:
+def existing() -> Path | None:
     """A library that fits this machine, without building or initialising CUDA."""
     try:
         listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
@@ -204,14 +206,19 @@ def _existing() -> Path | None:
 # ---- building -------------------------------------------------------------------------------
 
 
-def _check_tools(what: Recipe) -> None:
-    if _compiler() is None:
+def check_tools(what: Recipe) -> None:
+    """Looks for what a build needs.
+
+    Raises:
+        BuildError: If something is missing or does not fit the installed torch.
+    """
+    if compiler() is None:
         name = os.environ.get("CXX", "c++")
         raise BuildError(f"no C++ compiler, {name!r} was not found; install g++ or set CXX")
     if _ninja_folder() is None:
         raise BuildError("ninja was not found; run 'pip install ninja'")
     if what.cuda:
-        nvcc = _nvcc()
+        nvcc = find_nvcc()
         assert nvcc is not None  # _wants_cuda
         text = subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, check=True
@@ -242,7 +249,7 @@ def _compile(what: Recipe, folder: Path) -> Path:
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join(filter(None, [_ninja_folder(), environment.get("PATH")]))
     if what.cuda:
-        nvcc = _nvcc()
+        nvcc = find_nvcc()
         assert nvcc is not None
         environment["CUDA_HOME"] = str(Path(nvcc).parent.parent)
         environment["TORCH_CUDA_ARCH_LIST"] = what.architectures
@@ -294,7 +301,7 @@ def build() -> Path:
     target = folder / what.file_name
     if target.is_file():
         return target
-    _check_tools(what)
+    check_tools(what)
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -367,7 +374,7 @@ def failure() -> str | None:
 def load_existing() -> bool:
     """Loads a library that was built before; never builds. Returns whether there is one."""
     with _lock:
-        if _loaded is None and (path := _existing()) is not None:
+        if _loaded is None and (path := existing()) is not None:
             try:
                 _open(path)
             except (OSError, RuntimeError) as error:
