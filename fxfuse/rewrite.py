@@ -61,6 +61,19 @@ class Reason(Enum):
     HOOKS = "{module} carries hooks, or a hook on all modules is set, that would not be called."
     OWN_FORWARD = "{module} has a forward of its own set on the instance."
 
+    # Found on the way from a module to its graph.
+    UNTRACEABLE = "Its module's forward cannot be traced: {error}."
+    CONTEXT_MANAGER = "Its module's forward changes the grad, autocast or checkpointing mode."
+    RANDOM_NUMBER = "Its module's forward draws a random number, which a graph would freeze."
+    TENSOR_CONSTANT = "Its module's forward makes a tensor, which a graph would freeze."
+    CHANGES_STATE = "Its module's forward changes the attribute {name}."
+    MUTABLE_ATTRIBUTE = "Its module's forward reads {name}, a {kind}, whose changes go unseen."
+    NOT_SUBCLASSABLE = "Its module's class allows no subclass: {error}."
+    NOT_CALLED = "Its module's forward does not call it."
+    SCRIPT_MODULE = "It lies in a ScriptModule."
+    COMPILED_MODULE = "It lies in a compiled module; optimize the module before compiling it."
+    GRAPH_MODULE = "It lies in a GraphModule; call fxfuse.fuse on that."
+
     @property
     def code(self) -> str:
         """The name by which tests and users tell one reason from another."""
