@@ -1,0 +1,534 @@
+// GroupNorm + activation, backward.
+//
+// With x^ = (x - mean) * rstd, z = x^ * weight + bias and dz = dy * f'(z), over a group of M
+// elements (Wu and He, "Group normalization", 2018, differentiated):
+//
+//   dbias_c = sum dz,  dweight_c = sum dz * x^,
+//   dinput = rstd * (dz * weight - mean(dz * weight) - x^ * mean(dz * weight * x^)).
+//
+// Idea.  z is computed again from the input, exactly as forward computed it, instead of being kept.
+// Two ways:
+//
+// rows_backward, where there is one element per channel (behind a Linear) and a group fits into the
+// registers of a block: one pass.  A team stays with one group of channels and walks down the
+// batch, so that it keeps weight, bias and its sums for dweight and dbias in registers.
+//
+// Otherwise: the sums of dz and dz * x^ over each channel of each sample (sum_channels), from which
+// both the group's means (sum_groups) and, over the batch, dweight and dbias follow; and a second
+// pass over x and dy for dinput (input_gradient).  channels_last has its own two passes.
+//
+// sum_rows adds the partial sums for dweight and dbias.  Every order of addition is fixed by the
+// problem: same input, same bits; no atomics.
+//
+// Work split.  rows_backward, sum_channels, sum_groups, input_gradient: a team of 1 to 32 lanes, or
+// a block, for each piece.  ..._channels_last: a block for a tile of columns and a chunk of rows.
+// sum_rows: a block for 32 channels and up to 256 rows, 8 rows at a time.
+//
+// Limits.  rows_backward: 6144 elements in a group, 3072 doubles, or half as many where V is 1. Any
+// number and size otherwise; offsets have 64 bits, everything is on grid x.
+//
+// Fallback.  Where a pointer or a size forbids 16-byte accesses, V is 1: the same kernels, element
+// by element.  What is not asked for is neither computed nor written.
+#pragma once
+#include "common.cuh"
+
+namespace fxfuse::cuda {
+
+// Vectors that a thread of rows_backward holds: 16 floats or 8 doubles, or half as many where each
+// needs its own access.
+__host__ __device__ constexpr int row_vectors(int vector, size_t accumulate_size) {
+  return static_cast<int>((vector > 1 ? 64 : 32) / accumulate_size) / vector;
+}
+
+// At most in its block.  It bounds the registers of each at 168, so that three blocks of 128
+// threads run at once; 128 registers spill.
+constexpr int kRowThreads = 384;
+
+constexpr int kInFlight = 2;  // vectors of each input that a thread of the other kernels loads
+
+// A team for each slice and each group of channels; slice s takes the samples s, s + slices, ...
+// partial is (slices, channels), or null.
+template <class T, class O, int V>
+__global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward problem,
+                                                             const int lanes, const int64_t slices,
+                                                             Pair<Accumulate<T>>* const partial) {
+  using A = Accumulate<T>;
+  constexpr int K = row_vectors(V, sizeof(A));
+  const Team team(lanes);
+  const int64_t slice = team.index / problem.num_groups, group = team.index % problem.num_groups;
+  const int size = static_cast<int>(problem.channels / problem.num_groups);
+  const int first = team.rank * V, step = team.size * V;
+  const int work = slice < slices ? size : 0;
+  const int64_t channel = group * size;
+
+  A weight[K][V], bias[K][V], dweight[K][V] = {}, dbias[K][V] = {};
+  each<K>(first, step, work,
+          [&](int k, int i) { load_affine<T>(problem, channel, i, weight[k], bias[k]); });
+
+  // Every team makes the same number of rounds, for its lanes meet others in the shuffles.
+  for (int64_t base = 0; base < problem.batch; base += slices) {
+    const int64_t sample = base + slice;
+    const int end = sample < problem.batch ? work : 0;
+    const int64_t offset = sample * problem.channels + channel;
+    Vector<T, V> x[K];
+    Vector<O, V> dy[K];
+    Statistics<A> statistics{};
+    each<K>(first, step, end, [&](int k, int i) {
+      x[k] = load<T, V>(static_cast<const T*>(problem.input) + offset + i);
+      dy[k] = load<O, V>(static_cast<const O*>(problem.grad_output) + offset + i);
+    });
+    if (end > 0) {
+      statistics = Statistics<A>(problem.mean, problem.rstd, problem.batch * problem.num_groups,
+                                 sample * problem.num_groups + group);
+    }
+    __syncwarp();  // keeps the loads together: forward.cuh
+    A normalized[K][V], dnormalized[K][V], sums[2] = {};
+    with_activation<A>(problem, [&](auto activation) {
+      each<K>(first, step, end, [&](int k, int) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const A xhat = statistics.normalize(static_cast<A>(x[k].at[j]));
+          const A z = multiply_add(xhat, weight[k][j], bias[k][j]);
+          const A dz = activation.grad(z, static_cast<A>(dy[k].at[j]));
+          dbias[k][j] += dz;
+          dweight[k][j] += dz * xhat;
+          normalized[k][j] = xhat;
+          dnormalized[k][j] = product(dz, weight[k][j]);
+          sums[0] += dnormalized[k][j];
+          sums[1] += dnormalized[k][j] * xhat;
+        }
+      });
+    });
+    if (problem.dinput == nullptr) continue;
+    team.sum(sums);
+    const A mean = sums[0] / size, slope = sums[1] / size;
+    each<K>(first, step, end, [&](int k, int i) {
+      Vector<T, V> dx;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        dx.at[j] = static_cast<T>(statistics.rstd *
+                                  ((dnormalized[k][j] - mean) - normalized[k][j] * slope));
+      }
+      store(static_cast<T*>(problem.dinput) + offset + i, dx);
+    });
+  }
+
+  if (partial == nullptr) return;
+  each<K>(first, step, work, [&](int k, int i) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      partial[slice * problem.channels + channel + i + j] = {dbias[k][j], dweight[k][j]};
+    }
+  });
+}
+
+// ---- sums over the elements of a channel --------------------------------------------------------
+
+// What the second pass knows of one element: x^ and dz.
+template <class A, class F>
+FXFUSE_INLINE Pair<A> differentiate(const F& activation, const Statistics<A>& statistics, A x, A dy,
+                                    A weight, A bias) {
+  const A xhat = statistics.normalize(x);
+  return {xhat, activation.grad(multiply_add(xhat, weight, bias), dy)};
+}
+
+// A team for each chunk of each channel of each sample.  partial is (batch, chunks, channels): the
+// sums of dz and dz * x^.
+template <class T, class O, int V>
+__global__ __launch_bounds__(kThreads) void sum_channels(const Backward problem,
+                                                         const Chunks chunks, const int lanes,
+                                                         Pair<Accumulate<T>>* const partial) {
+  using A = Accumulate<T>;
+  constexpr int K = kInFlight;
+  const Team team(lanes);
+  const int64_t plane = team.index / chunks.count, chunk = team.index % chunks.count;
+  const bool active = plane < problem.batch * problem.channels;
+  const int64_t sample = plane / problem.channels, channel = plane % problem.channels;
+  const int64_t per_group = problem.channels / problem.num_groups;
+  const int64_t begin = chunk * chunks.size, step = int64_t(team.size) * V;
+  const int64_t end = active ? min(begin + chunks.size, problem.spatial) : 0;
+  A sums[2] = {};
+  if (active) {
+    const bool wide = affine_is_wide(problem);
+    const A weight = load_channel<T>(problem.weight, wide, channel, A(1));
+    const A bias = load_channel<T>(problem.bias, wide, channel, A(0));
+    const Statistics<A> statistics(problem.mean, problem.rstd, problem.batch * problem.num_groups,
+                                   sample * problem.num_groups + channel / per_group);
+    const T* x = static_cast<const T*>(problem.input) + plane * problem.spatial;
+    const O* dy = static_cast<const O*>(problem.grad_output) + plane * problem.spatial;
+    with_activation<A>(problem, [&](auto activation) {
+      for (int64_t first = begin + int64_t(team.rank) * V; first < end; first += K * step) {
+        Vector<T, V> x_data[K];
+        Vector<O, V> dy_data[K];
+        each<K>(first, step, end, [&](int k, int64_t i) {
+          x_data[k] = load<T, V>(x + i);
+          dy_data[k] = load<O, V>(dy + i);
+        });
+        each<K>(first, step, end, [&](int k, int64_t) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            const auto [xhat, dz] =
+                differentiate(activation, statistics, static_cast<A>(x_data[k].at[j]),
+                              static_cast<A>(dy_data[k].at[j]), weight, bias)
+                    .at;
+            sums[0] += dz;
+            sums[1] += dz * xhat;
+          }
+        });
+      }
+    });
+  }
+  team.sum(sums);
+  if (active && team.rank == 0) {
+    partial[(sample * chunks.count + chunk) * problem.channels + channel] = {sums[0], sums[1]};
+  }
+}
+
+// The same over rows of all channels.
+template <class T, class O, int V>
+__global__ __launch_bounds__(kThreads) void sum_channels_last(const Backward problem,
+                                                              const ColumnTiles tiles,
+                                                              Pair<Accumulate<T>>* const partial) {
+  using A = Accumulate<T>;
+  constexpr int K = kInFlight;
+  const Column<V> column(problem, tiles);
+  Pair<A> sums[V] = {};
+  if (column.active) {
+    const ColumnParameters<T, V> parameters(problem, column);
+    const T* x = static_cast<const T*>(problem.input);
+    const O* dy = static_cast<const O*>(problem.grad_output);
+    with_activation<A>(problem, [&](auto activation) {
+      const int64_t step = column.slots;
+      for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+        Vector<T, V> x_data[K];
+        Vector<O, V> dy_data[K];
+        each<K>(row, step, column.end, [&](int k, int64_t i) {
+          x_data[k] = load<T, V>(x + column.offset(problem, i));
+          dy_data[k] = load<O, V>(dy + column.offset(problem, i));
+        });
+        each<K>(row, step, column.end, [&](int k, int64_t) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            const auto [xhat, dz] =
+                differentiate(activation, parameters.statistics[j], static_cast<A>(x_data[k].at[j]),
+                              static_cast<A>(dy_data[k].at[j]), parameters.weight[j],
+                              parameters.bias[j])
+                    .at;
+            sums[j].at[0] += dz;
+            sums[j].at[1] += dz * xhat;
+          }
+        });
+      }
+    });
+  }
+  // One thread for each channel of the tile adds its slots.
+  __shared__ Pair<A> of_slot[kThreads * V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) of_slot[threadIdx.x * V + j] = sums[j];
+  __syncthreads();
+  const int width = tiles.width * V;
+  const int64_t channel = blockIdx.x % tiles.count * width + threadIdx.x;
+  if (static_cast<int>(threadIdx.x) >= width || channel >= problem.channels) return;
+  Pair<A> total = {};
+  for (int slot = 0; slot < tiles.slots; ++slot) {
+    total.at[0] += of_slot[slot * width + threadIdx.x].at[0];
+    total.at[1] += of_slot[slot * width + threadIdx.x].at[1];
+  }
+  partial[column.part * problem.channels + channel] = total;
+}
+
+// A team for each group: the means of dz * weight and of dz * weight * x^ over its elements.
+template <class T>
+__global__ __launch_bounds__(kThreads) void sum_groups(const Backward problem, const int64_t chunks,
+                                                       const int lanes,
+                                                       const Pair<Accumulate<T>>* const partial,
+                                                       Pair<Accumulate<T>>* const means) {
+  using A = Accumulate<T>;
+  const Team team(lanes);
+  const bool active = team.index < problem.batch * problem.num_groups;
+  const int64_t sample = team.index / problem.num_groups, group = team.index % problem.num_groups;
+  const int64_t per_group = problem.channels / problem.num_groups;
+  const int64_t entries = active ? chunks * per_group : 0;
+  A sums[2] = {};
+  for (int64_t entry = team.rank; entry < entries; entry += team.size) {
+    const int64_t row = sample * chunks + entry / per_group;
+    const int64_t channel = group * per_group + entry % per_group;
+    const A weight = load_channel<T>(problem.weight, affine_is_wide(problem), channel, A(1));
+    const Pair<A> sum = partial[row * problem.channels + channel];
+    sums[0] += sum.at[0] * weight;
+    sums[1] += sum.at[1] * weight;
+  }
+  team.sum(sums);
+  if (!active || team.rank > 0) return;
+  const A size = static_cast<A>(per_group * problem.spatial);
+  means[team.index] = {sums[0] / size, sums[1] / size};
+}
+
+// ---- the second pass ----------------------------------------------------------------------------
+
+template <class T, class A>
+FXFUSE_INLINE T input_gradient_of(const Statistics<A>& statistics, const Pair<A>& means, A xhat,
+                                  A dz, A weight) {
+  return static_cast<T>(statistics.rstd *
+                        ((product(dz, weight) - means.at[0]) - xhat * means.at[1]));
+}
+
+// A team for each chunk of each group.
+template <class T, class O, int V>
+__global__ __launch_bounds__(kThreads) void input_gradient(const Backward problem,
+                                                           const Chunks chunks, const int lanes,
+                                                           const Pair<Accumulate<T>>* const means) {
+  using A = Accumulate<T>;
+  constexpr int K = kInFlight;
+  const Team team(lanes);
+  const int64_t groups = problem.batch * problem.num_groups;
+  const int64_t channels = problem.channels / problem.num_groups;
+  const int64_t size = channels * problem.spatial;
+  const int64_t index = team.index / chunks.count, chunk = team.index % chunks.count;
+  if (index >= groups) return;
+  const int64_t end = min((chunk + 1) * chunks.size, size), step = int64_t(team.size) * V;
+  const int64_t channel = index % problem.num_groups * channels;
+  const Statistics<A> statistics(problem.mean, problem.rstd, groups, index);
+  const Pair<A> of_group = means[index];
+  const T* x = static_cast<const T*>(problem.input) + index * size;
+  const O* dy = static_cast<const O*>(problem.grad_output) + index * size;
+  T* dx = static_cast<T*>(problem.dinput) + index * size;
+  with_activation<A>(problem, [&](auto activation) {
+    for (int64_t first = chunk * chunks.size + int64_t(team.rank) * V; first < end;
+         first += K * step) {
+      Vector<T, V> x_data[K];
+      Vector<O, V> dy_data[K];
+      each<K>(first, step, end, [&](int k, int64_t i) {
+        x_data[k] = load<T, V>(x + i);
+        dy_data[k] = load<O, V>(dy + i);
+      });
+      each<K>(first, step, end, [&](int k, int64_t i) {
+        A weight[V], bias[V];
+        load_affine<T>(problem, channel, i, weight, bias);
+        Vector<T, V> result;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const auto [xhat, dz] =
+              differentiate(activation, statistics, static_cast<A>(x_data[k].at[j]),
+                            static_cast<A>(dy_data[k].at[j]), weight[j], bias[j])
+                  .at;
+          result.at[j] = input_gradient_of<T>(statistics, of_group, xhat, dz, weight[j]);
+        }
+        store(dx + i, result);
+      });
+    }
+  });
+}
+
+template <class T, class O, int V>
+__global__ __launch_bounds__(kThreads) void input_gradient_channels_last(
+    const Backward problem, const ColumnTiles tiles, const Pair<Accumulate<T>>* const means) {
+  using A = Accumulate<T>;
+  constexpr int K = kInFlight;
+  const Column<V> column(problem, tiles);
+  if (!column.active) return;
+  const ColumnParameters<T, V> parameters(problem, column);
+  Pair<A> of_group[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) of_group[j] = means[column.group(problem, j)];
+  const T* x = static_cast<const T*>(problem.input);
+  const O* dy = static_cast<const O*>(problem.grad_output);
+  T* dx = static_cast<T*>(problem.dinput);
+  with_activation<A>(problem, [&](auto activation) {
+    const int64_t step = column.slots;
+    for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+      Vector<T, V> x_data[K];
+      Vector<O, V> dy_data[K];
+      each<K>(row, step, column.end, [&](int k, int64_t i) {
+        x_data[k] = load<T, V>(x + column.offset(problem, i));
+        dy_data[k] = load<O, V>(dy + column.offset(problem, i));
+      });
+      each<K>(row, step, column.end, [&](int k, int64_t i) {
+        Vector<T, V> result;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const auto [xhat, dz] =
+              differentiate(activation, parameters.statistics[j], static_cast<A>(x_data[k].at[j]),
+                            static_cast<A>(dy_data[k].at[j]), parameters.weight[j],
+                            parameters.bias[j])
+                  .at;
+          result.at[j] = input_gradient_of<T>(parameters.statistics[j], of_group[j], xhat, dz,
+                                              parameters.weight[j]);
+        }
+        store(dx + column.offset(problem, i), result);
+      });
+    }
+  });
+}
+
+// ---- dweight and dbias --------------------------------------------------------------------------
+
+constexpr int kRowsOfBlock = 256, kRowSlots = kThreads / 32;
+
+// A block for 32 channels and kRowsOfBlock rows, or all of them in the last round: (rows, channels)
+// becomes (blocks of rows, channels) in `next`, or dweight and dbias where next is null.
+template <class T>
+__global__ __launch_bounds__(kThreads) void sum_rows(const Backward problem, const int64_t rows,
+                                                     const Pair<Accumulate<T>>* const partial,
+                                                     Pair<Accumulate<T>>* const next) {
+  using A = Accumulate<T>;
+  const int64_t tiles = (problem.channels + 31) / 32;
+  const int64_t part = blockIdx.x / tiles;
+  const int lane = threadIdx.x % 32, slot = static_cast<int>(threadIdx.x) / 32;
+  const int64_t channel = blockIdx.x % tiles * 32 + lane;
+  const int64_t end = next == nullptr ? rows : min((part + 1) * kRowsOfBlock, rows);
+  Pair<A> sum = {};
+  if (channel < problem.channels) {
+#pragma unroll 4
+    for (int64_t row = part * kRowsOfBlock + slot; row < end; row += kRowSlots) {
+      const Pair<A> added = partial[row * problem.channels + channel];
+      sum.at[0] += added.at[0];
+      sum.at[1] += added.at[1];
+    }
+  }
+  __shared__ Pair<A> of_slot[kRowSlots][32];
+  of_slot[slot][lane] = sum;
+  __syncthreads();
+  if (slot > 0 || channel >= problem.channels) return;
+  for (int other = 1; other < kRowSlots; ++other) {
+    sum.at[0] += of_slot[other][lane].at[0];
+    sum.at[1] += of_slot[other][lane].at[1];
+  }
+  if (next != nullptr) {
+    next[part * problem.channels + channel] = sum;
+    return;
+  }
+  const auto write = [&](void* gradient, A value) {
+    if (gradient == nullptr) return;
+    if (affine_is_wide(problem)) {
+      static_cast<A*>(gradient)[channel] = value;
+    } else {
+      static_cast<T*>(gradient)[channel] = static_cast<T>(value);
+    }
+  };
+  write(problem.dbias, sum.at[0]);
+  write(problem.dweight, sum.at[1]);
+}
+
+// ---- host ---------------------------------------------------------------------------------------
+
+// How a problem is solved: what workspace_bytes and backward must agree on.
+struct BackwardPlan {
+  bool channels_last, by_rows, affine;  // affine: dweight or dbias is asked for
+  bool vectors;          // 16-byte accesses along rows, groups, or rows of all channels
+  bool channel_vectors;  // and along one channel's elements
+  int lanes = 0;         // of rows_backward
+  Chunks chunks;         // of a channel's elements
+  int64_t rows;          // of partial sums, each of all channels
+
+  explicit BackwardPlan(const Backward& p) {
+    const int width = vector_width(p.dtype);
+    const int64_t size = group_size(p);
+    channels_last = is_channels_last(p);
+    affine = p.dweight != nullptr || p.dbias != nullptr;
+    const bool all_aligned = aligned(p.input, p.grad_output, p.dinput);
+    vectors = (channels_last ? p.channels : size) % width == 0 && all_aligned &&
+              ((p.spatial > 1 && !channels_last) || aligned(p.weight, p.bias));
+    channel_vectors = p.spatial % width == 0 && all_aligned;
+    const int V = vectors ? width : 1;
+    const int K = row_vectors(V, accumulate_size(p.dtype));
+    by_rows = p.spatial == 1 && size / V <= kRowThreads * K;
+    if (by_rows) {
+      lanes = holding_team_size(size / V, K);
+      chunks = {1, 1};
+      // 65536 threads fill the largest GPUs of 2026 once, at the registers this kernel needs.
+      rows = affine ? std::clamp<int64_t>(65536 / (p.num_groups * lanes), 1, p.batch) : p.batch;
+    } else {
+      chunks = channels_last ? ColumnTiles::of(p, V).chunks : Chunks::of(p.spatial, 16384);
+      rows = p.batch * chunks.count;
+    }
+  }
+
+  // Rows of partial sums, those of the rounds of sum_rows included.
+  int64_t partial_rows() const {
+    if (by_rows && !affine) return 0;
+    int64_t total = rows;
+    for (int64_t left = rows; affine && left > 2 * kRowsOfBlock;) {
+      left = ceil_div(left, kRowsOfBlock);
+      total += left;
+    }
+    return total;
+  }
+
+  size_t bytes(const Backward& p) const {
+    const int64_t means = by_rows || p.dinput == nullptr ? 0 : p.batch * p.num_groups;
+    return (partial_rows() * p.channels + means) * 2 * accumulate_size(p.dtype);
+  }
+};
+
+template <class T>
+cudaError_t sum_all_rows(const Backward& p, int64_t rows, Pair<Accumulate<T>>* partial,
+                         cudaStream_t stream) {
+  const int64_t tiles = ceil_div(p.channels, 32);
+  while (rows > 2 * kRowsOfBlock) {
+    const int64_t parts = ceil_div(rows, kRowsOfBlock);
+    auto* next = partial + rows * p.channels;
+    const cudaError_t error =
+        launch(sum_rows<T>, parts * tiles, kThreads, stream, p, rows, partial, next);
+    if (error != cudaSuccess) return error;
+    rows = parts;
+    partial = next;
+  }
+  return launch(sum_rows<T>, tiles, kThreads, stream, p, rows, partial,
+                static_cast<Pair<Accumulate<T>>*>(nullptr));
+}
+
+template <class T, class O>
+cudaError_t backward_typed(const Backward& p, void* workspace, cudaStream_t stream) {
+  using A = Accumulate<T>;
+  constexpr int W = 16 / sizeof(T);
+  const BackwardPlan plan(p);
+  if (p.dinput == nullptr && !plan.affine) return cudaSuccess;
+  auto* partial = static_cast<Pair<A>*>(workspace);
+  cudaError_t error;
+
+  if (plan.by_rows) {
+    error = launch_teams(plan.vectors ? rows_backward<T, O, W> : rows_backward<T, O, 1>,
+                         plan.rows * p.num_groups, plan.lanes, 128, stream, p, plan.lanes,
+                         plan.rows, plan.affine ? partial : nullptr);
+    if (error != cudaSuccess || !plan.affine) return error;
+    return sum_all_rows<T>(p, plan.rows, partial, stream);
+  }
+
+  const int64_t groups = p.batch * p.num_groups, size = group_size(p);
+  const ColumnTiles tiles = ColumnTiles::of(p, plan.vectors ? W : 1);
+  if (plan.channels_last) {
+    error = launch(plan.vectors ? sum_channels_last<T, O, W> : sum_channels_last<T, O, 1>,
+                   tiles.blocks(p), kThreads, stream, p, tiles, partial);
+  } else {
+    const int V = plan.channel_vectors ? W : 1;
+    const int lanes = team_size(std::min(plan.chunks.size, p.spatial) / V, 256);
+    error = launch_teams(plan.channel_vectors ? sum_channels<T, O, W> : sum_channels<T, O, 1>,
+                         plan.rows * p.channels, lanes, kThreads, stream, p, plan.chunks, lanes,
+                         partial);
+  }
+  if (error != cudaSuccess) return error;
+
+  if (p.dinput != nullptr) {
+    auto* means = partial + plan.partial_rows() * p.channels;
+    int lanes = team_size(plan.chunks.count * (p.channels / p.num_groups), 128);
+    error = launch_teams(sum_groups<T>, groups, lanes, kThreads, stream, p, plan.chunks.count,
+                         lanes, partial, means);
+    if (error != cudaSuccess) return error;
+    if (plan.channels_last) {
+      error = launch(plan.vectors ? input_gradient_channels_last<T, O, W>
+                                  : input_gradient_channels_last<T, O, 1>,
+                     tiles.blocks(p), kThreads, stream, p, tiles, means);
+    } else {
+      const Chunks chunks = Chunks::of(size, 16384);
+      lanes = team_size(std::min(chunks.size, size) / (plan.vectors ? W : 1), 256);
+      error = launch_teams(plan.vectors ? input_gradient<T, O, W> : input_gradient<T, O, 1>,
+                           groups * chunks.count, lanes, kThreads, stream, p, chunks, lanes, means);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  if (!plan.affine) return cudaSuccess;
+  return sum_all_rows<T>(p, plan.rows, partial, stream);
+}
+
+}  // namespace fxfuse::cuda

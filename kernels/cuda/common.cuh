@@ -1,0 +1,330 @@
+// What the forward and the backward kernels share: vectors, teams of threads, affine parameters,
+// the arithmetic of one element, and the host's helpers for launching.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "dispatch.cuh"
+
+namespace fxfuse::cuda {
+
+template <class T>
+struct AccumulateOf {
+  using type = float;
+};
+template <>
+struct AccumulateOf<double> {
+  using type = double;
+};
+template <class T>
+using Accumulate = typename AccumulateOf<T>::type;
+
+// V neighbouring elements, read and written as one access (two for 8 floats).
+template <class T, int V>
+struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Vector {
+  T at[V];
+};
+
+// Two sums, or a mean and a sum of squares.
+template <class A>
+using Pair = Vector<A, 2>;
+
+template <class T, int V>
+FXFUSE_INLINE Vector<T, V> load(const T* from) {
+  return *reinterpret_cast<const Vector<T, V>*>(from);
+}
+
+template <class T, int V>
+FXFUSE_INLINE void store(T* to, const Vector<T, V>& values) {
+  *reinterpret_cast<Vector<T, V>*>(to) = values;
+}
+
+// Calls body(k, i) for the numbers i = first + k * step < end among the next K: unrolled, so that
+// arrays indexed by k stay in registers.
+template <int K, class I, class Body>
+FXFUSE_INLINE void each(I first, I step, I end, Body body) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const I i = first + k * step;
+    if (i < end) body(k, i);
+  }
+}
+
+// The threads that share one piece of work: a power of two of neighbouring lanes, or a whole block.
+// The last block may hold teams past the last piece of work; they come along because the shuffles
+// name every lane.
+struct Team {
+  int size, rank;
+  int64_t index;  // of the piece of work
+
+  FXFUSE_INLINE explicit Team(int size)
+      : size(size),
+        rank(threadIdx.x % size),
+        index(int64_t(blockIdx.x) * (blockDim.x / size) + threadIdx.x / size) {}
+
+  // Replaces each value by its sum over the team, to the same bits in every thread.
+  template <class A, int N>
+  FXFUSE_INLINE void sum(A (&values)[N]) const {
+    butterfly(values, size);
+    if (size <= 32) return;
+    __shared__ A of_warp[N][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    __syncthreads();  // an earlier sum has been read
+    if (lane == 0) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) of_warp[n][warp] = values[n];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < N; ++n) values[n] = lane < warps ? of_warp[n][lane] : A(0);
+    butterfly(values, 32);
+  }
+
+ private:
+  template <class A, int N>
+  FXFUSE_INLINE static void butterfly(A (&values)[N], int lanes) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset < lanes) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(~0u, values[n], offset);
+      }
+    }
+  }
+};
+
+// Weight or bias of the V channels from `channel` on.  `wide`: held in the accumulate type.
+template <class T, int V, class A>
+FXFUSE_INLINE void load_channels(const void* values, bool wide, int64_t channel, A otherwise,
+                                 A (&result)[V]) {
+  if (values == nullptr) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) result[j] = otherwise;
+  } else if (wide) {
+    const auto vector = load<A, V>(static_cast<const A*>(values) + channel);
+#pragma unroll
+    for (int j = 0; j < V; ++j) result[j] = vector.at[j];
+  } else {
+    const auto vector = load<T, V>(static_cast<const T*>(values) + channel);
+#pragma unroll
+    for (int j = 0; j < V; ++j) result[j] = static_cast<A>(vector.at[j]);
+  }
+}
+
+template <class T, class A = Accumulate<T>>
+FXFUSE_INLINE A load_channel(const void* values, bool wide, int64_t channel, A otherwise) {
+  A result[1];
+  load_channels<T>(values, wide, channel, otherwise, result);
+  return result[0];
+}
+
+FXFUSE_INLINE bool affine_is_wide(const Problem& problem) {
+  return problem.affine_dtype != problem.dtype;
+}
+
+// Weight and bias of the V elements from `i` on, in a contiguous group whose first channel is
+// `channel`.  I is int where a group is known to be small: 64-bit division is slow.
+template <class T, int V, class I, class A>
+FXFUSE_INLINE void load_affine(const Problem& problem, int64_t channel, I i, A (&weight)[V],
+                               A (&bias)[V]) {
+  const bool wide = affine_is_wide(problem);
+  if (problem.spatial == 1) {
+    load_channels<T>(problem.weight, wide, channel + i, A(1), weight);
+    load_channels<T>(problem.bias, wide, channel + i, A(0), bias);
+    return;
+  }
+  const I spatial = static_cast<I>(problem.spatial);
+  channel += i / spatial;
+  I left = spatial - i % spatial;  // elements of this channel
+  A w = load_channel<T>(problem.weight, wide, channel, A(1));
+  A b = load_channel<T>(problem.bias, wide, channel, A(0));
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (left == 0) {
+      ++channel;
+      left = spatial;
+      w = load_channel<T>(problem.weight, wide, channel, A(1));
+      b = load_channel<T>(problem.bias, wide, channel, A(0));
+    }
+    --left;
+    weight[j] = w;
+    bias[j] = b;
+  }
+}
+
+FXFUSE_INLINE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+FXFUSE_INLINE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+// A product that is rounded before anything is added to it: nvcc contracts a * b + c otherwise, and
+// a group of one element would get a gradient of one rounding error instead of 0.
+FXFUSE_INLINE float product(float a, float b) { return __fmul_rn(a, b); }
+FXFUSE_INLINE double product(double a, double b) { return __dmul_rn(a, b); }
+
+// Statistics of one group: the mean as a high and a low part.
+template <class A>
+struct Statistics {
+  A mean, rest, rstd;
+
+  Statistics() = default;
+  FXFUSE_INLINE Statistics(const void* means, const void* rstds, int64_t groups, int64_t group)
+      : mean(static_cast<const A*>(means)[group]),
+        rest(static_cast<const A*>(means)[groups + group]),
+        rstd(static_cast<const A*>(rstds)[group]) {}
+
+  // The mean goes first: scaling before it would lose the digits that x and the mean share.
+  FXFUSE_INLINE A normalize(A x) const { return ((x - mean) - rest) * rstd; }
+};
+
+// ---- host ---------------------------------------------------------------------------------------
+
+constexpr int kThreads = 256;  // of a block, where a kernel does not say otherwise
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline size_t element_size(Dtype dtype) { return dtype == kDouble ? 8 : dtype == kFloat ? 4 : 2; }
+
+inline size_t accumulate_size(Dtype dtype) { return dtype == kDouble ? 8 : 4; }
+
+// Elements of a 16-byte access to the input.
+inline int vector_width(Dtype dtype) { return static_cast<int>(16 / element_size(dtype)); }
+
+template <class... Pointers>
+bool aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// A long dimension cut into parts: at most 1024, so that their partial results are few.
+struct Chunks {
+  int64_t count, size;
+
+  // The size is a multiple of 16, which keeps vectors whole.
+  static Chunks of(int64_t total, int64_t smallest) {
+    const int64_t size = ceil_div(std::max(smallest, ceil_div(total, 1024)), 16) * 16;
+    return {ceil_div(total, size), size};
+  }
+};
+
+// Lanes for a piece of work of that many vectors: few enough that none idles, or a whole block.
+inline int team_size(int64_t vectors, int64_t largest_in_warp) {
+  if (vectors > largest_in_warp) return kThreads;
+  int size = 1;
+  while (size < 32 && size < vectors) size *= 2;
+  return size;
+}
+
+// Lanes for a group of that many vectors where a thread holds `held` of them at once.
+inline int holding_team_size(int64_t vectors, int held) {
+  if (vectors <= 32 * held) return team_size(vectors, vectors);
+  return static_cast<int>(ceil_div(vectors, 32 * held) * 32);
+}
+
+// Where dimension 1 is the innermost in memory and a row is not just one value.
+inline bool is_channels_last(const Problem& problem) {
+  return problem.channels_last && problem.spatial > 1 && problem.channels > 1;
+}
+
+inline int64_t group_size(const Problem& problem) {
+  return problem.channels / problem.num_groups * problem.spatial;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                   Arguments... arguments) {
+  if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+// A team of `size` threads for each piece of work, in blocks of `threads` where it is not a block.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_teams(void (*kernel)(Parameters...), int64_t teams, int size, int threads,
+                         cudaStream_t stream, Arguments... arguments) {
+  if (size > 32) threads = size;
+  return launch(kernel, ceil_div(teams, threads / size), threads, stream, arguments...);
+}
+
+// ---- channels_last ------------------------------------------------------------------------------
+
+// Rows of all channels: a block takes a tile of columns (vectors of channels) through one chunk of
+// one sample's rows.  Its threads form `slots` rows of `width` columns, so that a warp reads up to
+// 512 neighbouring bytes.
+struct ColumnTiles {
+  int width, slots;
+  int64_t count;  // tiles in a row
+  Chunks chunks;
+
+  static ColumnTiles of(const Problem& problem, int vector) {
+    const int64_t columns = problem.channels / vector;
+    const int width = team_size(columns, columns);
+    return {width, kThreads / width, ceil_div(columns, width), Chunks::of(problem.spatial, 128)};
+  }
+
+  int64_t blocks(const Problem& problem) const { return problem.batch * chunks.count * count; }
+};
+
+// The part of one thread.
+template <int V>
+struct Column {
+  int64_t part;  // sample * chunks + chunk: the row of the partial results
+  int64_t sample;
+  int64_t channel;     // the first of V
+  int64_t begin, end;  // rows of the chunk
+  int slot, slots;
+  bool active;
+
+  FXFUSE_INLINE Column(const Problem& problem, const ColumnTiles& tiles)
+      : part(blockIdx.x / tiles.count), slots(tiles.slots) {
+    channel =
+        (blockIdx.x % tiles.count * tiles.width + static_cast<int>(threadIdx.x) % tiles.width) * V;
+    slot = static_cast<int>(threadIdx.x) / tiles.width;
+    sample = part / tiles.chunks.count;
+    begin = part % tiles.chunks.count * tiles.chunks.size;
+    end = min(begin + tiles.chunks.size, problem.spatial);
+    active = channel < problem.channels;
+  }
+
+  // Of row `row`, in elements.
+  FXFUSE_INLINE int64_t offset(const Problem& problem, int64_t row) const {
+    return (sample * problem.spatial + row) * problem.channels + channel;
+  }
+
+  // Index of the group of channel + j among all of the batch.
+  FXFUSE_INLINE int64_t group(const Problem& problem, int j) const {
+    const int64_t per_group = problem.channels / problem.num_groups;
+    return sample * problem.num_groups + (channel + j) / per_group;
+  }
+
+  // The same rows in every slot but for the last few: how many of the chunk's fall to one.
+  FXFUSE_INLINE int64_t rows_of(int slot) const {
+    const int64_t left = end - begin - slot;
+    return left <= 0 ? 0 : (left + slots - 1) / slots;
+  }
+};
+
+// What a thread keeps about its channels while it walks down the rows.
+template <class T, int V>
+struct ColumnParameters {
+  using A = Accumulate<T>;
+  A weight[V], bias[V];
+  Statistics<A> statistics[V];
+
+  template <class P>  // Forward or Backward
+  FXFUSE_INLINE ColumnParameters(const P& problem, const Column<V>& column) {
+    const bool wide = affine_is_wide(problem);
+    load_channels<T>(problem.weight, wide, column.channel, A(1), weight);
+    load_channels<T>(problem.bias, wide, column.channel, A(0), bias);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      statistics[j] = Statistics<A>(problem.mean, problem.rstd, problem.batch * problem.num_groups,
+                                    column.group(problem, j));
+    }
+  }
+};
+
+}  // namespace fxfuse::cuda

@@ -1,0 +1,9 @@
+// The forward kernels for double.  Idea, work
+// split, limits and fallback: see forward.cuh.
+#include "forward.cuh"
+
+namespace fxfuse::cuda {
+
+template cudaError_t forward_typed<double, double>(const Forward&, void*, cudaStream_t);
+
+}  // namespace fxfuse::cuda

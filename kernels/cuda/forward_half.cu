@@ -1,0 +1,10 @@
+// The forward kernels for half, with output in that type and, under autocast, in float32.  Idea,
+// work split, limits and fallback: see forward.cuh.
+#include "forward.cuh"
+
+namespace fxfuse::cuda {
+
+template cudaError_t forward_typed<__half, __half>(const Forward&, void*, cudaStream_t);
+template cudaError_t forward_typed<__half, float>(const Forward&, void*, cudaStream_t);
+
+}  // namespace fxfuse::cuda
