@@ -2,5 +2,17 @@
 
 from fxfuse.library import library_path
 from fxfuse.ops import group_norm_activation
+from fxfuse.patterns import fuse
+from fxfuse.rewrite import FusionReport, Site
+from fxfuse.surgery import optimize, report, restore
 
-__all__ = ["group_norm_activation", "library_path"]
+__all__ = [
+    "FusionReport",
+    "Site",
+    "fuse",
+    "group_norm_activation",
+    "library_path",
+    "optimize",
+    "report",
+    "restore",
+]

@@ -1,0 +1,632 @@
+"""optimize and restore: from an nn.Module to graphs and back.
+
+`optimize` works on the smallest modules that hold a GroupNorm.  Each is traced on its own with its
+children as leaves (`tracing`), the graph is rewritten (`patterns`), and the module becomes an
+instance of a subclass of its own class whose forward runs the graph as long as everything that the
+graph takes for granted still holds, and the original forward otherwise.  All that is kept for this
+lies in the instance, under one key; without it the subclass behaves as the class.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import dataclasses
+import functools
+import inspect
+import itertools
+import linecache
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxfuse import library, ops, patterns, rewrite, tracing
+from fxfuse.rewrite import FusionReport, Reason, Refusal, Site
+from fxfuse.tracing import MISSING, Untraceable
+
+_M = TypeVar("_M", bound=nn.Module)
+
+_PLAN = "_fxfuse_plan"
+_reports: weakref.WeakKeyDictionary[nn.Module, FusionReport] = weakref.WeakKeyDictionary()
+
+
+def optimize(model: _M, *, inplace: bool = False, channels_last: ops.ChannelsLast = "keep") -> _M:
+    """Fuses every GroupNorm and the activation after it in a model; nothing else changes.
+
+    Args:
+        model: Any module, in any mode.  What cannot be fused is left as it is; `report` says why.
+        inplace: Rewrite the given model instead of a copy.
+        channels_last: `"keep"` lets a channels_last input give a channels_last result on CUDA,
+            `"eager"` makes it contiguous, as GroupNorm does.
+
+    Returns:
+        A copy of the model that shares its parameters and buffers: the same objects, so a later
+        change in place (an optimiser's step, `.half()`) shows in both.  `state_dict`, hooks,
+        methods, attributes and `isinstance` are the model's; pickle writes the plain model.
+
+    Raises:
+        TypeError: If `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"fxfuse.optimize: expected model to be a Module, got {kind}")
+    available = library.load()
+    result = model if inplace else _share(model)
+    table = patterns.fusions(channels_last)
+    sites = list(_operate(result, table, available))
+    _reports[result] = FusionReport(tuple(sites))
+    return result
+
+
+def restore(model: _M) -> _M:
+    """Gives a model that `optimize` returned back its own classes and forwards, in place.
+
+    Args:
+        model: The optimised model, or any other, which stays as it is.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, _Fused):
+            vars(module).pop(_PLAN, None)
+            object.__setattr__(module, "__class__", _original(type(module)))
+    _reports.pop(model, None)
+    return model
+
+
+def report(model: nn.Module) -> FusionReport:
+    """What `optimize` did to a model.
+
+    Args:
+        model: What `optimize` returned, or a copy of it.
+
+    Returns:
+        One entry for each GroupNorm: fused, or the reason why not.  Of a copy of an optimised
+        model, only the modules in which something was fused are known.
+
+    Raises:
+        ValueError: If nothing in the model was optimised.
+    """
+    if model in _reports:
+        return _reports[model]
+    plans = [(n, vars(m)[_PLAN]) for n, m in model.named_modules() if _PLAN in vars(m)]
+    if not plans:
+        raise ValueError("fxfuse.report: expected a model that fxfuse.optimize returned")
+    return FusionReport(tuple(_below(name, site) for name, plan in plans for site in plan.sites))
+
+
+# ---- the copy -------------------------------------------------------------------------------
+
+
+def _share(model: _M) -> _M:
+    """A copy of the module tree around the same tensors."""
+    memo = {id(tensor): tensor for tensor in _tensors(model)}
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:
+        # Some attribute refuses to be copied (a lock, a process group): then that is shared too.
+        for value in itertools.chain.from_iterable(vars(m).values() for m in model.modules()):
+            if isinstance(value, nn.Module) or id(value) in memo:
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                if not _holds_modules(value):
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        yield from _tensors_in(vars(module))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _holds_modules(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple)) and any(isinstance(i, nn.Module) for i in items)
+
+
+# ---- the operation --------------------------------------------------------------------------
+
+
+def _operate(root: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool) -> Iterator[Site]:
+    """Rewrites the modules below a root, children first, and says what became of each norm."""
+    seen: set[nn.Module] = set()  # norms that some module's graph calls
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module, path: str) -> Iterator[Site]:
+        if module in visited:
+            return
+        visited.add(module)
+        if (refusal := _not_entered(module)) is not None:
+            yield from _refused(module, path, refusal, seen)
+            return
+        for name, child in module.named_children():
+            yield from visit(child, _join(path, name))
+        if plan := vars(module).get(_PLAN):
+            seen.update(plan.norms)
+            yield from (_below(path, _already(site)) for site in plan.sites)
+        elif _may_hold_a_site(module, seen):
+            yield from (_below(path, site) for site in _rewrite(module, table, available, seen))
+
+    yield from visit(root, "")
+    for name, module in root.named_modules():
+        if isinstance(module, nn.GroupNorm) and module not in seen:
+            # Its module was not traced, or has a graph that does not call it.
+            yield _norm_site(module, name, Reason.NOT_CALLED.because())
+
+
+def _rewrite(
+    module: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool, seen: set[nn.Module]
+) -> list[Site]:
+    """Gives a module a plan if its graph has a site to fuse."""
+    try:
+        if "forward" in vars(module):
+            raise Untraceable(Reason.OWN_FORWARD.because(module=type(module).__name__))
+        variants, sites = _variants(module, table, available)
+        sites = [_without_nodes(site) for site in sites]
+        norms = {m for site in sites if (m := _norm_of(module, site)) is not None}
+        if any(site.fused for site in sites):
+            try:
+                object.__setattr__(module, "__class__", _fused_class(type(module)))
+            except TypeError as error:
+                raise Untraceable(Reason.NOT_SUBCLASSABLE.because(error=error)) from error
+            vars(module)[_PLAN] = Plan(tuple(variants), tuple(sites), norms)
+        seen.update(norms)
+        return sites
+    except Untraceable as error:
+        return list(_refused(module, "", error.refusal, seen))
+
+
+def _variants(
+    module: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool
+) -> tuple[list[Variant], list[Site]]:
+    """The graphs of a module: one, or one for each training mode where the forward asks for it."""
+    variants = []
+    sites: list[Site] = []
+    training = module.training
+    for mode in (training, not training):
+        try:
+            module.training = mode
+            try:
+                trace = tracing.trace(module)
+            finally:
+                module.training = training
+        except Untraceable:
+            if mode == training:
+                raise
+            break  # fused in one mode only
+        found = rewrite.apply(trace.graph, module, table, analyse_only=not available)
+        if not available:
+            found = [s.with_reason(Reason.LIBRARY_UNAVAILABLE) if s.match else s for s in found]
+        if mode == training:
+            sites = found
+        if any(site.fused for site in found):
+            variants.append(Variant.of(module, trace, found))
+        if not any(m is module and name == "training" for m, name, _ in trace.attributes):
+            break
+    return variants, sites
+
+
+def _may_hold_a_site(module: nn.Module, seen: set[nn.Module]) -> bool:
+    """Whether to trace: a norm below that no module's graph has called, or a functional one."""
+    if type(module).forward in (nn.Module.forward, nn.GroupNorm.forward):
+        return False
+    below = (m for m in module.modules() if m is not module)
+    if any(isinstance(m, nn.GroupNorm) and m not in seen for m in below):
+        return True
+    return _mentions_group_norm(cast(Any, type(module)))
+
+
+@functools.cache
+def _mentions_group_norm(cls: Any) -> bool:
+    """Whether a class's own code, or a function that it calls by name, names group_norm."""
+    functions = [
+        value
+        for base in cls.__mro__
+        if not base.__module__.startswith("torch.nn.modules.")
+        for value in vars(base).values()
+        if isinstance(value, types.FunctionType)
+    ]
+    done: set[types.CodeType] = set()
+    while functions:
+        function = functions.pop()
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            if code in done:
+                continue
+            done.add(code)
+            if "group_norm" in code.co_names:
+                return True
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+            named = (function.__globals__.get(name) for name in code.co_names)
+            functions += [
+                value
+                for value in named
+                if isinstance(value, types.FunctionType)
+                and not value.__module__.startswith("torch.")
+            ]
+    return False
+
+
+def _not_entered(module: nn.Module) -> Refusal | None:
+    """Why neither a module nor what lies below it is touched."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return Reason.SCRIPT_MODULE.because()
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if module._compiled_call_impl is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    ):
+        return Reason.COMPILED_MODULE.because()
+    if isinstance(module, fx.GraphModule):
+        return Reason.GRAPH_MODULE.because()
+    return None
+
+
+# ---- sites ----------------------------------------------------------------------------------
+
+
+def _refused(
+    module: nn.Module, path: str, refusal: Refusal, seen: set[nn.Module]
+) -> Iterator[Site]:
+    """A site for each norm that a module would have called."""
+    norms = [
+        (name, m)
+        for name, m in module.named_modules()
+        if isinstance(m, nn.GroupNorm) and m not in seen
+    ]
+    seen.update(norm for _, norm in norms)
+    for name, norm in norms:
+        yield _norm_site(norm, _join(path, name), refusal)
+    if not norms and _mentions_group_norm(cast(Any, type(module))):
+        yield Site("group_norm", "", "", False, refusal.reason.code, refusal.sentence, path)
+
+
+def _norm_site(norm: nn.GroupNorm, path: str, refusal: Refusal) -> Site:
+    text = f"{type(norm).__name__}({norm.num_groups}, {norm.num_channels})"
+    return Site(text, "", "", False, refusal.reason.code, refusal.sentence, path)
+
+
+def _norm_of(module: nn.Module, site: Site) -> nn.Module | None:
+    return module.get_submodule(site.module) if site.module else None
+
+
+def _join(path: str, name: str | None) -> str:
+    return ".".join(filter(None, (path, name)))
+
+
+def _below(path: str, site: Site) -> Site:
+    return dataclasses.replace(site, module=_join(path, site.module))
+
+
+def _without_nodes(site: Site) -> Site:
+    return dataclasses.replace(site, match=None)
+
+
+def _already(site: Site) -> Site:
+    if not site.fused:
+        return site
+    sentence = Reason.ALREADY_FUSED.because(activation=site.activation).sentence
+    return dataclasses.replace(site, code=Reason.ALREADY_FUSED.code, reason=sentence)
+
+
+# ---- what a graph takes for granted ---------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Children:
+    """A module whose children the forward reads has the same ones."""
+
+    owner: nn.Module
+    children: dict[str, nn.Module | None]
+
+    def holds(self) -> bool:
+        return self.owner._modules == self.children
+
+
+@dataclasses.dataclass
+class _Attribute:
+    """A plain attribute that the forward reads has the same value."""
+
+    owner: nn.Module
+    name: str
+    value: Any
+
+    def holds(self) -> bool:
+        value = getattr(self.owner, self.name, MISSING)
+        if value is self.value:
+            return True
+        return type(value) is type(self.value) and bool(value == self.value)
+
+
+@dataclasses.dataclass
+class _Present:
+    """A tensor that the forward reads is there."""
+
+    owner: nn.Module
+    name: str
+
+    def holds(self) -> bool:
+        return getattr(self.owner, self.name, None) is not None
+
+
+@dataclasses.dataclass
+class _Replaced:
+    """A module that is no longer called has the same type and settings and no hooks."""
+
+    module: nn.Module
+    type: type
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Replaced:
+        state = {
+            name: value
+            for name, value in vars(module).items()
+            if name not in _MODULE_STATE and isinstance(value, (bool, int, float, str))
+        }
+        return cls(module, type(module), tuple(state), tuple(state.values()))
+
+    def holds(self) -> bool:
+        state = vars(self.module)
+        return (
+            type(self.module) is self.type
+            and not state["_forward_hooks"]
+            and not state["_forward_pre_hooks"]
+            and not state["_backward_hooks"]
+            and not state["_backward_pre_hooks"]
+            and "forward" not in state
+            and all(map(operator.eq, map(state.get, self.names), self.values))
+        )
+
+
+@dataclasses.dataclass
+class _Query:
+    """A mode of torch that the forward asks for is the same."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    answer: Any
+
+    def holds(self) -> bool:
+        return bool(self.function(*self.args) == self.answer)
+
+
+_Guard = _Children | _Attribute | _Present | _Replaced | _Query
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
+# ---- the plan of one module -----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Variant:
+    """One graph of a module, as a function, and when it may run.
+
+    Attributes:
+        run: Takes the module and its tensor arguments.
+        code: The source of `run`.
+        signature: The forward's, without `self`.
+        tensors: The arguments that must be tensors.
+        constants: The values that the other arguments must have.
+        leading: Whether `tensors` come first and may be given by position alone.
+        guards: What must hold.
+        norms: The modules whose calls the graph replaces or holds.
+    """
+
+    run: Callable[..., Any]
+    code: str
+    signature: inspect.Signature
+    tensors: tuple[str, ...]
+    constants: dict[str, Any]
+    leading: bool
+    guards: tuple[_Guard, ...]
+    norms: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, trace: tracing.Trace, sites: list[Site]) -> Variant:
+        """The variant of a module whose graph was rewritten at the given sites."""
+        replaced = [
+            module.get_submodule(str(node.target))
+            for site in sites
+            if site.match is not None
+            for node in site.match.nodes
+            if node.op == "call_module"
+        ]
+        guards: tuple[_Guard, ...] = (
+            *(_Children(owner, dict(owner._modules)) for owner in trace.containers),
+            *(_Attribute(*read) for read in trace.attributes),
+            *(_Present(*read) for read in trace.optional),
+            *(_Replaced.of(m) for m in dict.fromkeys(replaced)),
+            *(_Query(*query) for query in trace.queries),
+        )
+        run, code = _compile(trace.graph, type(module))
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        first = list(trace.signature.parameters.values())[: len(trace.tensors)]
+        leading = all(
+            p.kind in positional and p.name == name
+            for p, name in zip(first, trace.tensors, strict=False)
+        )
+        norms = tuple(m for m in replaced if isinstance(m, nn.GroupNorm))
+        return cls(
+            run, code, trace.signature, trace.tensors, trace.constants, leading, guards, norms
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The tensors of a call, or None where the graph is not for such a call."""
+        if not (self.leading and not kwargs and len(args) == len(self.tensors)):
+            try:
+                given = self.signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                return None  # the original forward raises it
+            for name, value in given.items():
+                if name in self.constants:
+                    if not _equal(value, self.constants[name]):
+                        return None
+                elif name not in self.tensors:
+                    return None  # *args or **kwargs
+            args = tuple(given[name] for name in self.tensors)
+        for value in args:
+            if not isinstance(value, Tensor):
+                return None
+        return args
+
+    def holds(self) -> bool:
+        """Whether everything that the graph takes for granted is as it was."""
+        return all(guard.holds() for guard in self.guards)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    simple = (bool, int, float, str)
+    return type(one) is type(other) and isinstance(one, simple) and one == other
+
+
+@dataclasses.dataclass
+class Plan:
+    """What the instance of a rewritten module keeps: its graphs, and what became of its norms."""
+
+    variants: tuple[Variant, ...]
+    sites: tuple[Site, ...]
+    norms: set[nn.Module]
+
+    @property
+    def code(self) -> str:
+        """The source of every graph."""
+        return "\n".join(variant.code for variant in self.variants)
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """The graph that a call may run, and the tensors to run it on."""
+        hooks = nn.modules.module
+        if (
+            hooks._global_forward_hooks
+            or hooks._global_forward_pre_hooks
+            or hooks._global_backward_hooks
+            or hooks._global_backward_pre_hooks
+            or torch._C._get_tracing_state() is not None
+        ):
+            return None
+        for variant in self.variants:
+            if (tensors := variant.bind(args, kwargs)) is not None and variant.holds():
+                return variant.run, tensors
+        return None
+
+
+_serial = itertools.count()
+
+
+def _compile(graph: fx.Graph, cls: type) -> tuple[Callable[..., Any], str]:
+    """A graph as a function of the module and its tensors."""
+    graph.lint()
+    python = graph.python_code("self")
+    filename = f"<fxfuse {cls.__qualname__} {next(_serial)}>"
+    # So that a traceback shows the line.
+    linecache.cache[filename] = (len(python.src), None, python.src.splitlines(True), filename)
+    scope = dict(python.globals)
+    exec(compile(python.src, filename, "exec"), scope)
+    return cast("Callable[..., Any]", scope["forward"]), python.src
+
+
+# ---- the subclass ---------------------------------------------------------------------------
+
+
+class _Fused:
+    """What marks a subclass whose forward may run a plan."""
+
+
+def _original(cls: type) -> type:
+    """The class that a fused class stands for."""
+    return cast(type, vars(cls)["_fxfuse_original"])
+
+
+_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def _fused_class(cls: Any) -> type:
+    """The subclass of a module's class that runs its instance's plan.
+
+    Raises:
+        TypeError: If the class allows no subclass.
+    """
+    if issubclass(cls, _Fused):
+        return cast(type, cls)
+    if cls in _classes:
+        return _classes[cls]
+    original = cls.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            plan = self.__dict__.get(_PLAN)
+            if plan is not None and (found := plan.find(args, kwargs)) is not None:
+                run, tensors = found
+                return run(self, *tensors)
+        return original(self, *args, **kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _plain_reduction(self, cls.__reduce_ex__(self, protocol))
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        if hasattr(cls, "__deepcopy__"):
+            return cls.__deepcopy__(self, memo)
+        # As copy.deepcopy does it, with the plan, whose modules the memo maps to their copies.
+        return copy._reconstruct(self, memo, *cls.__reduce_ex__(self, 4))  # type: ignore[attr-defined]
+
+    def __prepare_scriptable__(self: Any) -> Any:
+        return copy.copy(self)  # by __reduce_ex__: the plain class around the same state
+
+    body = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "__deepcopy__": __deepcopy__,
+        "__prepare_scriptable__": __prepare_scriptable__,
+        "_fxfuse_original": cls,
+    }
+    _classes[cls] = tracing.subclass(cls, body, _Fused)
+    return _classes[cls]
+
+
+def _plain_reduction(module: Any, reduction: Any) -> Any:
+    """A module's pickle without its plan, so that a process without fxfuse can load it."""
+    if isinstance(reduction, str):
+        return reduction
+    fused, plain = type(module), _original(type(module))
+    function, args, *rest = reduction
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle insists on the object's own class there; these two it takes as they are.
+        if len(args) == 1:
+            function, args = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        else:
+            function, args = plain.__new__, (plain, *args[1:])
+    else:
+        args = tuple(plain if arg is fused else arg for arg in args)
+        function = plain if function is fused else function
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: value for name, value in rest[0].items() if name != _PLAN}
+    elif rest and isinstance(rest[0], tuple) and rest[0] and isinstance(rest[0][0], dict):
+        state = {name: value for name, value in rest[0][0].items() if name != _PLAN}
+        rest[0] = (state, *rest[0][1:])
+    return (function, args, *rest)

@@ -1,0 +1,27 @@
+"""Settings shared by every test."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The first example of a process may wait for the library to be built.
+settings.register_profile(
+    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device of this machine; the GPU tests are the same tests with `device=cuda`."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
