@@ -16,7 +16,6 @@ import functools
 import inspect
 import itertools
 import linecache
-import operator
 import sys
 import types
 import weakref
@@ -26,9 +25,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fxfuse import library, ops, patterns, rewrite, tracing
+from fxfuse import guards, library, ops, patterns, rewrite, tracing
 from fxfuse.rewrite import FusionReport, Reason, Refusal, Site
-from fxfuse.tracing import MISSING, Untraceable
+from fxfuse.tracing import Untraceable
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -329,93 +328,6 @@ def _already(site: Site) -> Site:
     return dataclasses.replace(site, code=Reason.ALREADY_FUSED.code, reason=sentence)
 
 
-# ---- what a graph takes for granted ---------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Children:
-    """A module whose children the forward reads has the same ones."""
-
-    owner: nn.Module
-    children: dict[str, nn.Module | None]
-
-    def holds(self) -> bool:
-        return self.owner._modules == self.children
-
-
-@dataclasses.dataclass
-class _Attribute:
-    """A plain attribute that the forward reads has the same value."""
-
-    owner: nn.Module
-    name: str
-    value: Any
-
-    def holds(self) -> bool:
-        value = getattr(self.owner, self.name, MISSING)
-        if value is self.value:
-            return True
-        return type(value) is type(self.value) and bool(value == self.value)
-
-
-@dataclasses.dataclass
-class _Present:
-    """A tensor that the forward reads is there."""
-
-    owner: nn.Module
-    name: str
-
-    def holds(self) -> bool:
-        return getattr(self.owner, self.name, None) is not None
-
-
-@dataclasses.dataclass
-class _Replaced:
-    """A module that is no longer called has the same type and settings and no hooks."""
-
-    module: nn.Module
-    type: type
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Replaced:
-        state = {
-            name: value
-            for name, value in vars(module).items()
-            if name not in _MODULE_STATE and isinstance(value, (bool, int, float, str))
-        }
-        return cls(module, type(module), tuple(state), tuple(state.values()))
-
-    def holds(self) -> bool:
-        state = vars(self.module)
-        return (
-            type(self.module) is self.type
-            and not state["_forward_hooks"]
-            and not state["_forward_pre_hooks"]
-            and not state["_backward_hooks"]
-            and not state["_backward_pre_hooks"]
-            and "forward" not in state
-            and all(map(operator.eq, map(state.get, self.names), self.values))
-        )
-
-
-@dataclasses.dataclass
-class _Query:
-    """A mode of torch that the forward asks for is the same."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    answer: Any
-
-    def holds(self) -> bool:
-        return bool(self.function(*self.args) == self.answer)
-
-
-_Guard = _Children | _Attribute | _Present | _Replaced | _Query
-_MODULE_STATE = frozenset(vars(nn.Module()))
-
-
 # ---- the plan of one module -----------------------------------------------------------------
 
 
@@ -431,7 +343,6 @@ class Variant:
         constants: The values that the other arguments must have.
         leading: Whether `tensors` come first and may be given by position alone.
         guards: What must hold.
-        norms: The modules whose calls the graph replaces or holds.
     """
 
     run: Callable[..., Any]
@@ -440,8 +351,7 @@ class Variant:
     tensors: tuple[str, ...]
     constants: dict[str, Any]
     leading: bool
-    guards: tuple[_Guard, ...]
-    norms: tuple[nn.Module, ...]
+    guards: guards.Guards
 
     @classmethod
     def of(cls, module: nn.Module, trace: tracing.Trace, sites: list[Site]) -> Variant:
@@ -453,12 +363,14 @@ class Variant:
             for node in site.match.nodes
             if node.op == "call_module"
         ]
-        guards: tuple[_Guard, ...] = (
-            *(_Children(owner, dict(owner._modules)) for owner in trace.containers),
-            *(_Attribute(*read) for read in trace.attributes),
-            *(_Present(*read) for read in trace.optional),
-            *(_Replaced.of(m) for m in dict.fromkeys(replaced)),
-            *(_Query(*query) for query in trace.queries),
+        taken_for_granted = guards.Guards(
+            (
+                *(guards.Replaced.of(m) for m in dict.fromkeys(replaced)),
+                *(guards.Children(owner, dict(owner._modules)) for owner in trace.containers),
+                *(guards.Attribute(*read) for read in trace.attributes),
+                *(guards.Present(*read) for read in trace.optional),
+                *(guards.Query(*query) for query in trace.queries),
+            )
         )
         run, code = _compile(trace.graph, type(module))
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -467,9 +379,14 @@ class Variant:
             p.kind in positional and p.name == name
             for p, name in zip(first, trace.tensors, strict=False)
         )
-        norms = tuple(m for m in replaced if isinstance(m, nn.GroupNorm))
         return cls(
-            run, code, trace.signature, trace.tensors, trace.constants, leading, guards, norms
+            run,
+            code,
+            trace.signature,
+            trace.tensors,
+            trace.constants,
+            leading,
+            taken_for_granted,
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -490,10 +407,6 @@ class Variant:
             if not isinstance(value, Tensor):
                 return None
         return args
-
-    def holds(self) -> bool:
-        """Whether everything that the graph takes for granted is as it was."""
-        return all(guard.holds() for guard in self.guards)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -520,17 +433,10 @@ class Plan:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """The graph that a call may run, and the tensors to run it on."""
-        hooks = nn.modules.module
-        if (
-            hooks._global_forward_hooks
-            or hooks._global_forward_pre_hooks
-            or hooks._global_backward_hooks
-            or hooks._global_backward_pre_hooks
-            or torch._C._get_tracing_state() is not None
-        ):
-            return None
+        if torch._C._get_tracing_state() is not None:
+            return None  # jit.trace, which should see what the model was written as
         for variant in self.variants:
-            if (tensors := variant.bind(args, kwargs)) is not None and variant.holds():
+            if (tensors := variant.bind(args, kwargs)) is not None and variant.guards.hold():
                 return variant.run, tensors
         return None
 
@@ -541,6 +447,9 @@ _serial = itertools.count()
 def _compile(graph: fx.Graph, cls: type) -> tuple[Callable[..., Any], str]:
     """A graph as a function of the module and its tensors."""
     graph.lint()
+    for node in graph.nodes:
+        # Else fx would keep every graph for the life of the process, to patch the call in it.
+        node.meta.pop("is_wrapped", None)
     python = graph.python_code("self")
     filename = f"<fxfuse {cls.__qualname__} {next(_serial)}>"
     # So that a traceback shows the line.

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxfuse.guards import MISSING
 from fxfuse.rewrite import Reason, Refusal
 
 
@@ -35,10 +36,6 @@ class Untraceable(Exception):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.sentence)
         self.refusal = refusal
-
-
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
-"""The value of an attribute that a forward asked for and that is not there."""
 
 
 @dataclass(frozen=True)
