@@ -470,6 +470,8 @@ _WRITING_OPERATORS = frozenset(
     }
 )
 
+_WRITING_METHODS = frozenset(f"__{function.__name__}__" for function in _WRITING_OPERATORS)
+
 
 def written(node: fx.Node, root: nn.Module) -> set[fx.Node]:
     """The values that a node writes to in place, as far as conventions tell.
@@ -496,9 +498,7 @@ def _writes_first_argument(node: fx.Node, root: nn.Module) -> bool:
         return bool(getattr(root.get_submodule(str(target)), "inplace", False))
     if node.op == "call_method":
         name = str(target)
-        if name.startswith("__"):
-            return name in ("__setitem__", "__delitem__") or name.startswith("__i")
-        return name.endswith("_")
+        return name in _WRITING_METHODS if name.startswith("__") else name.endswith("_")
     if node.op != "call_function" or not callable(target):
         return False
     if getattr(target, "__module__", None) == operator.add.__module__:

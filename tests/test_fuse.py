@@ -1,0 +1,868 @@
+"""The fx pass: every spelling, every refusal, and the engine on operators of its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import graphs
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrizations, weight_norm
+
+from fxfuse import library, nodes, ops, patterns, rewrite
+from fxfuse.patterns import fuse
+from fxfuse.rewrite import Fusion, FusionReport, Match, Part, Reason
+
+FUSED = "fxfuse_ops_group_norm_activation("
+
+# The first example may build the library.
+run = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    assert library.load()
+
+
+def results(model: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor | None]:
+    """The result of a call, and the gradients of the input and of every parameter."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    return [y, *torch.autograd.grad(y, inputs, grad, allow_unused=True)]
+
+
+def assert_same(fused: nn.Module, model: nn.Module, x: Tensor) -> None:
+    """Values and gradients agree, in float64, where rounding leaves no room for excuses."""
+    for ours, theirs in zip(results(fused, x), results(model, x), strict=True):
+        if theirs is None:
+            assert ours is None
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def trace(function: nn.Module | Callable[..., Any]) -> fx.GraphModule:
+    return fx.symbolic_trace(function)
+
+
+def norms(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that are still a GroupNorm."""
+    readings = ((node, nodes.read(node, graph_module)) for node in graph_module.graph.nodes)
+    return [node for node, reading in readings if reading and reading.operation == "group_norm"]
+
+
+# ---- whole models ---------------------------------------------------------------------------
+
+
+@run
+@given(graphs.models())
+def test_models_are_fused_and_compute_the_same(example: graphs.Model) -> None:
+    fused = trace(example.model)
+    keys = list(fused.state_dict())
+    before = len(norms(fused))
+
+    report = fuse(fused)
+
+    assert report.matched == report.fused == example.planted
+    assert len(report.sites) == before
+    assert len(norms(fused)) == before - example.planted
+    assert fused.code.count(FUSED) == example.planted
+    assert list(fused.state_dict()) == keys
+    assert_same(fused, example.model, *example.inputs())
+
+
+@run
+@given(graphs.models())
+def test_a_second_run_changes_nothing(example: graphs.Model) -> None:
+    fused = trace(example.model)
+    first = fuse(fused)
+    code = fused.code
+
+    second = fuse(fused)
+
+    assert fused.code == code
+    assert (second.matched, second.fused) == (0, example.planted)
+    assert len(second.sites) == len(first.sites)
+
+
+@run
+@given(graphs.near_misses())
+def test_near_misses_are_left_alone(example: graphs.NearMiss) -> None:
+    left = trace(example.model)
+    code = left.code
+
+    report = fuse(left)
+
+    assert report.matched == 0
+    assert tuple(site.code for site in report.sites) == example.codes
+    assert left.code == code
+    with torch.no_grad():
+        expected, found = example.model(*example.inputs()), left(*example.inputs())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("act", [*graphs.ACTIVATIONS, *graphs.ACTIVATION_MODULES])
+@pytest.mark.parametrize("norm", [*graphs.GROUP_NORMS, *graphs.GROUP_NORM_MODULES])
+def test_every_spelling(norm: str, act: str) -> None:
+    torch.manual_seed(0)
+    model = graphs.Chain(
+        nn.Linear(5, 5), graphs.group_norm(norm, 2, 6, 0.1), graphs.activation(act)
+    ).double()
+    fused = trace(model)
+
+    report = fuse(fused)
+
+    assert (report.matched, report.refused) == (1, 0)
+    assert report.sites[0].producer == "Linear"
+    assert [node.op for node in fused.graph.nodes if node.op == "call_method"] == []
+    assert norms(fused) == []
+    assert fused.code.count(FUSED) == 1
+    assert_same(fused, model, torch.randn(3, 6, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("act", [*graphs.ACTIVATIONS, *graphs.ACTIVATION_MODULES])
+def test_gradient_on_a_bound_and_at_nan(act: str) -> None:
+    # With a weight of 0 the norm's result is the bias: each bound that a spelling uses, and NaN.
+    bias = torch.tensor([-2, -1, -0.5, 0, 0.25, 0.5, 1, 2, 6, math.nan], dtype=torch.float64)
+    model = nn.Sequential(nn.GroupNorm(1, len(bias)), graphs.activation(act)).double()
+    model[0].weight = nn.Parameter(torch.zeros_like(bias))
+    model[0].bias = nn.Parameter(bias)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+
+    y = fused(torch.randn(1, len(bias), dtype=torch.float64))
+    (grad,) = torch.autograd.grad(y.sum(), fused.get_parameter("0.bias"))
+
+    # torch's own gradient at NaN depends on a tensor's length; one value alone obeys the rule.
+    for value, ours in zip(bias, grad, strict=True):
+        x = value.reshape(1).requires_grad_()
+        (theirs,) = torch.autograd.grad(model[1](x * 1).sum(), x)
+        torch.testing.assert_close(ours.reshape(1), theirs, equal_nan=True)
+
+
+def test_bounds_are_read_when_the_graph_is_fused() -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU6())
+    model[1].max_val = 3
+    fused = trace(model)
+    assert fuse(fused).sites[0].activation == "ReLU6(0, 3)"
+    x = torch.randn(2, 4) * 10
+    torch.testing.assert_close(fused(x), model(x))
+
+
+# ---- refusals: calls ------------------------------------------------------------------------
+
+
+class Function(nn.Module):
+    """What a function does with an input and a module's tensors."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.norm = nn.GroupNorm(2, 4)
+        self.weight, self.bias = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.long = nn.Parameter(torch.randn(6))
+        self.square = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("integers", torch.ones(4, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def assert_refused(function: Callable[[Any, Tensor], Any], *codes: str) -> None:
+    graph_module = trace(Function(function))
+    before = graph_module.code
+    report = fuse(graph_module)
+    assert tuple(site.code for site in report.sites) == codes
+    assert report.refused == len(codes)
+    assert graph_module.code == before
+
+
+@pytest.mark.parametrize(
+    ("code", "activation"),
+    [
+        ("tensor_bound", lambda m, y, x: F.hardtanh(y, m.bias, 2)),
+        ("tensor_bound", lambda m, y, x: F.hardtanh(y, 0, x.size(0))),
+        ("tensor_bound", lambda m, y, x: torch.clamp(y, max=x.max())),
+        ("tensor_bound", lambda m, y, x: y.clamp(True, 2)),
+        ("tensor_bound", lambda m, y, x: y.clamp(max=2**64)),
+        ("nan_bound", lambda m, y, x: F.hardtanh(y, math.nan, 1)),
+        ("nan_bound", lambda m, y, x: F.hardtanh_(y, max_val=math.nan)),
+        ("nan_bound", lambda m, y, x: torch.clamp(y, min=math.nan)),
+        ("crossed_bounds", lambda m, y, x: F.hardtanh(y, 1, -1)),
+        ("crossed_bounds", lambda m, y, x: F.hardtanh_(y, 2)),
+        ("no_bound", lambda m, y, x: torch.clamp(y)),
+        ("no_bound", lambda m, y, x: y.clip(None, max=None)),
+        ("out_argument", lambda m, y, x: torch.clamp(y, 0, 1, out=x)),
+        ("out_argument", lambda m, y, x: torch.clamp_min(y, 0, out=x)),
+        ("not_the_input", lambda m, y, x: torch.clamp(x, y, y)),
+        ("not_the_input", lambda m, y, x: F.hardtanh(x, 0, y)),
+        ("no_activation", lambda m, y, x: F.gelu(y)),
+        ("no_activation", lambda m, y, x: y.relu(3)),
+        ("no_activation", lambda m, y, x: y + 1),
+        ("written_in_place", lambda m, y, x: torch.nn.init.zeros_(y)),
+        ("dropout", lambda m, y, x: F.relu(F.dropout(y, 0.5))),
+        ("dropout", lambda m, y, x: F.relu(F.dropout(y, 0.5, False))),
+        ("dropout", lambda m, y, x: F.relu(F.dropout(y, x.mean()))),
+        ("dropout", lambda m, y, x: F.relu(F.alpha_dropout(y, 0.1))),
+        ("dropout", lambda m, y, x: F.relu(torch.dropout(y, 1.0, True))),
+        ("cast", lambda m, y, x: F.relu(y.float())),
+        ("cast", lambda m, y, x: F.relu(y.to(torch.float32))),
+        ("cast", lambda m, y, x: F.relu(y.type(x.dtype))),
+        ("cast", lambda m, y, x: F.relu(y.to("cpu"))),
+        ("graph_output", lambda m, y, x: [y]),
+    ],
+)
+def test_refused_activations(code: str, activation: Callable[..., Any]) -> None:
+    assert_refused(lambda m, x: activation(m, m.norm(x), x), code)
+
+
+@pytest.mark.parametrize(
+    ("code", "norm"),
+    [
+        ("computed_argument", lambda m, x: F.group_norm(x, x.size(2))),
+        ("computed_argument", lambda m, x: F.group_norm(x, True)),
+        ("computed_argument", lambda m, x: F.group_norm(x, 2.0)),
+        ("computed_argument", lambda m, x: torch.group_norm(x, 2, eps=x.var())),
+        ("bad_num_groups", lambda m, x: F.group_norm(x, 0)),
+        ("bad_num_groups", lambda m, x: F.group_norm(x, -2, m.weight)),
+        ("bad_num_groups", lambda m, x: F.group_norm(x, 3, bias=m.bias)),
+        ("bad_affine", lambda m, x: F.group_norm(x, 2, m.square)),
+        ("bad_affine", lambda m, x: F.group_norm(x, 2, None, m.integers)),
+        ("bad_affine", lambda m, x: F.group_norm(x, 2, 1.0)),
+    ],
+)
+def test_refused_norms(code: str, norm: Callable[..., Any]) -> None:
+    assert_refused(lambda m, x: F.relu(norm(m, x)), code)
+
+
+def test_a_norm_of_nothing_is_no_norm() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(F.group_norm, (1.0, 2))
+    graph.output(graph.call_function(F.relu, (graph.call_function(F.group_norm, (x,)),)))
+    assert fuse(fx.GraphModule(nn.Module(), graph)).sites == ()
+
+
+# ---- refusals: modules ----------------------------------------------------------------------
+
+
+class Leaves(fx.Tracer):
+    """Keeps every module that is not the root as one call, as a pass that works by module does."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+class GroupNormAct(nn.GroupNorm):
+    """A subclass with an activation inside, as timm has it."""
+
+    def __init__(self, num_groups: int, num_channels: int) -> None:
+        super().__init__(num_groups, num_channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        return self.act(self.drop(x))
+
+
+class Softer(nn.ReLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softplus(input)
+
+
+class Twice(nn.Identity):
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 2
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Identity(), nn.Hardtanh(-2, 2))
+
+
+def traced_by_leaves(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model, Leaves().trace(model))
+
+
+@pytest.mark.parametrize(
+    ("index", "module"), [(1, GroupNormAct(2, 4)), (2, Twice()), (3, Softer())]
+)
+def test_subclass_is_not_its_base(index: int, module: nn.Module) -> None:
+    model = chain()
+    model[index] = module
+    fused = traced_by_leaves(model)
+    report = fuse(fused)
+    assert [site.code for site in report.sites] == ["subclass"]
+    assert type(module).__name__ in report.sites[0].reason
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=0)
+
+
+def test_subclass_is_traced_inside() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), GroupNormAct(2, 4)).double()
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    assert fused.code.count(FUSED) == 1
+    assert_same(fused, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda m: m.register_forward_hook(lambda *_: None),
+    "pre-forward": lambda m: m.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda m: m.register_full_backward_hook(lambda *_: None),
+    "pre-backward": lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("index", [1, 2, 3])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_are_kept(kind: str, index: int) -> None:
+    model = chain()
+    fused = trace(model)
+    handle = HOOKS[kind](model[index])
+    assert [site.code for site in fuse(fused).sites] == ["hooks"]
+    handle.remove()
+    assert fuse(fused).matched == 1
+
+
+def test_a_hook_of_the_producer_stays() -> None:
+    model = chain()
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    fused(torch.randn(2, 4))
+    assert calls == [1]
+
+
+def test_global_hooks_are_kept() -> None:
+    fused = trace(chain())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert [site.code for site in fuse(fused).sites] == ["hooks"]
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_own_forward_is_kept(index: int) -> None:
+    model = chain()
+    model[index].forward = lambda x: x * 2
+    assert [site.code for site in fuse(trace(model)).sites] == ["own_forward"]
+
+
+def test_parametrized_norm_is_kept() -> None:
+    model = chain()
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Softplus())
+    assert [site.code for site in fuse(traced_by_leaves(model)).sites] == ["parametrized"]
+
+
+def test_weight_norm_of_the_norm_is_kept() -> None:
+    model = chain()
+    model[1].weight = nn.Parameter(torch.randn(4))
+    with pytest.warns(FutureWarning):
+        weight_norm(model[1], dim=None)
+    assert [site.code for site in fuse(trace(model)).sites] == ["hooks"]
+
+
+def test_weight_norm_of_the_producer_is_recomputed() -> None:
+    model = chain().double()
+    parametrizations.weight_norm(model[0])
+    fused = traced_by_leaves(model)
+    assert fuse(fused).matched == 1
+    with torch.no_grad():
+        model[0].parametrizations.weight.original0.mul_(3)
+    assert_same(fused, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+def test_bad_modules_are_left_alone() -> None:
+    model = chain()
+    model[1].weight = nn.Parameter(torch.randn(6))
+    assert [site.code for site in fuse(trace(model)).sites] == ["bad_affine"]
+    model = chain()
+    model[1].num_groups = 3
+    assert [site.code for site in fuse(trace(model)).sites] == ["bad_num_groups"]
+    model = chain()
+    model[3].max_val = nn.Parameter(torch.ones(()))
+    assert [site.code for site in fuse(trace(model)).sites] == ["tensor_bound"]
+
+
+def test_dropout_module_between() -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.Dropout(0.1), nn.ReLU()).eval()
+    # The graph may be run in training later.
+    assert [site.code for site in fuse(trace(model)).sites] == ["dropout"]
+
+
+# ---- in place -------------------------------------------------------------------------------
+
+
+def test_result_of_an_activation_in_place_under_both_names() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        z = F.hardtanh(y, -0.1, 0.1, inplace=True)
+        return y, z, y.sum() + z.mean()
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    x = torch.randn(2, 4, 3)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_activation_in_place_behind_an_alias() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        z = F.dropout(y, 0.0)
+        z.clamp_(-0.1, 0.1)
+        return y * z
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    assert "dropout" not in fused.code
+    x = torch.randn(2, 4, 3)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_reader_before_an_activation_in_place() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        z = y * 2
+        F.relu(y, inplace=True)
+        return y + z
+
+    assert_refused(function, "other_reader")
+
+
+def test_view_before_an_activation_in_place() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        rows = y.flatten(1)
+        y.relu_()
+        return rows
+
+    assert_refused(function, "other_reader")
+
+
+def test_write_after_the_activation_to_the_norm() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        z = y.relu()
+        y.add_(1)
+        return z
+
+    assert_refused(function, "other_reader")
+
+
+def test_write_to_the_input_in_between() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        x = x * 1
+        y = m.norm(x)
+        x.add_(1)
+        return F.hardtanh(y) + x
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    x = torch.randn(2, 4, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda g, y: g.call_function(operator.iadd, (y, 1)),
+        lambda g, y: g.call_function(operator.setitem, (y, 0, 1)),
+        lambda g, y: g.call_function(torch.add, (y, 1), {"out": y}),
+        lambda g, y: g.call_function(F.leaky_relu, (y, 0.1, True)),
+        lambda g, y: g.call_function(torch.ops.aten.add_.Tensor, (y, y)),
+        lambda g, y: g.call_function(torch.ops.aten.add.out, (y, y), {"out": y}),
+        lambda g, y: g.call_method("__iadd__", (y, 1)),
+        lambda g, y: g.call_method("zero_", (y,)),
+        lambda g, y: g.call_method("mul_", (g.call_method("view", (y, -1)), 2)),
+        lambda g, y: g.call_module("leaky", (y,)),
+    ],
+)
+def test_every_way_to_write(write: Callable[[fx.Graph, fx.Node], fx.Node]) -> None:
+    graph = fx.Graph()
+    y = graph.call_module("norm", (graph.placeholder("x"),))
+    write(graph, y)
+    graph.output(graph.call_function(F.relu, (y,)))
+    root = nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "leaky": nn.LeakyReLU(inplace=True)})
+    report = fuse(fx.GraphModule(root, graph))
+    assert [site.code for site in report.sites] == ["written_in_place"]
+
+
+def test_looking_at_a_value_is_not_writing() -> None:
+    graph = fx.Graph()
+    y = graph.call_module("norm", (graph.placeholder("x"),))
+    graph.call_function(operator.is_, (y, None))
+    graph.call_method("__invert__", (y,))
+    graph.output(graph.call_function(F.relu, (y,)))
+    report = fuse(fx.GraphModule(nn.ModuleDict({"norm": nn.GroupNorm(2, 4)}), graph))
+    assert [site.code for site in report.sites] == ["other_reader"]
+
+
+# ---- what stays -----------------------------------------------------------------------------
+
+
+def test_hand_made_graph() -> None:
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.weight, root.act = nn.Parameter(torch.randn(4)), nn.Hardtanh(-1, 1)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    weight = graph.get_attr("weight") if hasattr(root, "weight") else None
+    gain = graph.call_function(operator.mul, (weight, 2))
+    linear = graph.call_function(F.linear, (x, graph.call_function(torch.diag, (gain,))))
+    y = graph.call_function(F.group_norm, (), {"weight": gain, "num_groups": 2, "input": linear})
+    z = graph.call_module("act", (), {"input": y})
+    graph.output({"result": graph.call_method("clamp_min", (z,), {"min": 0})})
+    model = fx.GraphModule(root, graph).double()
+    fused = copy.deepcopy(model)
+
+    report = fuse(fused)
+
+    assert [site.producer for site in report.sites] == ["Linear"]
+    assert (report.matched, fused.code.count(FUSED)) == (1, 1)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_parameters_are_read_when_the_graph_runs() -> None:
+    model = chain()
+    fused = trace(copy.deepcopy(model))
+    assert fuse(fused).matched == 1
+    torch.nn.init.normal_(model[1].weight)
+    fused.load_state_dict(model.state_dict(), assign=True)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(fused(x), model(x))
+    x = x.double()
+    torch.testing.assert_close(fused.double()(x), model.double()(x))
+
+
+def test_unused_and_aliased_modules_stay() -> None:
+    model = chain()
+    model.unused, model.alias = nn.Linear(2, 2), model[1]
+    fused = trace(model)
+    # Tracing leaves out what is not called; a GraphModule may hold more all the same.
+    fused.add_module("unused", model.unused)
+    fused.add_module("alias", model.alias)
+    state = fused.state_dict()
+    assert fuse(fused).matched == 1
+    assert list(fused.state_dict()) == list(state)
+    fused.load_state_dict(model.state_dict())
+    model.load_state_dict(fused.state_dict())
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda fused: pickle.loads(pickle.dumps(fused)), trace],
+    ids=["deepcopy", "pickle", "trace"],
+)
+def test_fused_module_is_a_graph_module_like_any_other(
+    again: Callable[[fx.GraphModule], fx.GraphModule],
+) -> None:
+    model = chain().double()
+    fused = trace(model)
+    fuse(fused)
+    other = again(fused)
+    assert other.code.count(FUSED) == 1
+    assert [site.code for site in fuse(other).sites] == ["already_fused"]
+    assert_same(other, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+def test_dropout_beside_a_match_still_drops() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        return F.dropout(F.relu(m.norm(x)), 0.5, training=m.training)
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    x = torch.randn(4, 4, 50)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(fused(x), expected)
+
+
+def test_dead_nodes_with_side_effects_stay() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        counter = m.long.mul_(1)
+        counter.add_(1)
+        return F.relu(m.norm(x))
+
+    fused = trace(Function(function))
+    before = len(fused.graph.nodes)
+    assert fuse(fused).matched == 1
+    # Norm and activation went; the call and the two weights that it reads came.
+    assert len(fused.graph.nodes) == before + 1
+    assert "add_" in fused.code
+
+
+def test_raises_where_torch_raises() -> None:
+    x = torch.randn(1, 4)
+    for norm, raises in (("F.group_norm(x, g)", True), ("torch.group_norm(x, g)", False)):
+        model = nn.Sequential(graphs.group_norm(norm, 4, 4), nn.ReLU())
+        fused = trace(model)
+        assert fuse(fused).matched == 1
+        if raises:
+            with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+                fused(x)
+        else:
+            torch.testing.assert_close(fused(x), model(x))
+
+
+def test_meta_is_kept() -> None:
+    tracer = fx.Tracer()
+    tracer.record_stack_traces = True
+    model = chain()
+    fused = fx.GraphModule(model, tracer.trace(model))
+    with FakeTensorMode() as mode:
+        value = mode.from_tensor(torch.empty(3, 4))
+    act = next(node for node in fused.graph.nodes if node.target == "3")
+    norm = next(node for node in fused.graph.nodes if node.target == "1")
+    act.meta["val"] = value
+    fuse(fused)
+    call = next(n for n in fused.graph.nodes if n.target is ops.group_norm_activation)
+    assert call.meta["val"] is value
+    assert call.meta["nn_module_stack"] == norm.meta["nn_module_stack"]
+    assert call.stack_trace == norm.stack_trace
+
+
+# ---- looking through ------------------------------------------------------------------------
+
+
+def test_casts_that_change_nothing() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        return F.silu(m.norm(x.float()).to(torch.float32).to(dtype=torch.float32))
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    assert [node.target for node in fused.graph.nodes if node.op == "call_method"] == ["float"]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_casts_known_from_meta() -> None:
+    graph_module = trace(Function(lambda m, x: F.relu(m.norm(x).half())))
+    norm = norms(graph_module)[0]
+    with FakeTensorMode():
+        norm.meta["val"] = torch.empty(2, 4, dtype=torch.float16)
+    assert fuse(graph_module).matched == 1
+
+
+@pytest.mark.parametrize(
+    ("after", "kept"),
+    [
+        (lambda z: (z * 2).view(-1), False),
+        (lambda z: torch.cat([z.sin(), z]).view(-1).sum(), False),
+        (lambda z: z.reshape(-1), True),
+        (lambda z: z.contiguous().view(-1), True),
+        (lambda z: z, True),
+    ],
+)
+def test_view_of_the_result(after: Callable[[Tensor], Tensor], kept: bool) -> None:
+    fused = trace(Function(lambda m, x: after(F.relu(m.norm(x)))))
+    assert fuse(fused).matched == 1
+    assert ("channels_last = 'eager'" in fused.code) is not kept
+
+
+def test_view_after_an_activation_in_place() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
+        y.relu_()
+        return y.view(-1)
+
+    fused = trace(Function(function))
+    assert fuse(fused).matched == 1
+    assert "channels_last = 'eager'" in fused.code
+
+
+def test_channels_last_for_all() -> None:
+    fused = trace(chain())
+    fuse(fused, channels_last="eager")
+    assert "channels_last = 'eager'" in fused.code
+
+
+def test_a_mode_switch_in_between() -> None:
+    graph = fx.Graph()
+    y = graph.call_module("norm", (graph.placeholder("x"),))
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    graph.output(graph.call_function(F.relu, (y,)))
+    report = fuse(fx.GraphModule(nn.ModuleDict({"norm": nn.GroupNorm(2, 4)}), graph))
+    assert [site.code for site in report.sites] == ["mode_switch"]
+
+
+# ---- the gradient of clamp ------------------------------------------------------------------
+
+
+def test_clamp_is_asked_whatever_the_mode() -> None:
+    probe = patterns.clamp_activation.__wrapped__
+    expected = probe()
+    assert expected in ("clamp", "hardtanh")
+    with torch.no_grad():
+        assert probe() == expected
+    with torch.inference_mode():
+        assert probe() == expected
+    with FakeTensorMode():
+        assert probe() == expected
+
+
+def test_clamp_follows_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "clamp_activation", lambda: "hardtanh")
+    fused = trace(Function(lambda m, x: m.norm(x).clamp(-1, 1)))
+    assert fuse(fused).matched == 1
+    assert "activation = 'hardtanh'" in fused.code
+    monkeypatch.setattr(patterns, "clamp_activation", lambda: None)
+    assert_refused(lambda m, x: m.norm(x).clamp(-1, 1), "clamp_gradient")
+
+
+# ---- reports --------------------------------------------------------------------------------
+
+
+def test_without_the_library_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: False)
+    fused = trace(nn.Sequential(chain(), nn.GroupNorm(1, 4)))
+    code = fused.code
+    report = fuse(fused)
+    assert [site.code for site in report.sites] == ["library_unavailable", "graph_output"]
+    assert (report.matched, report.fused, report.refused) == (0, 0, 2)
+    assert fused.code == code
+
+
+def test_analysis_changes_nothing_and_names_the_nodes() -> None:
+    model = nn.Sequential(chain(), nn.GroupNorm(1, 4))
+    graph_module = trace(model)
+    code = graph_module.code
+    sites = rewrite.apply(graph_module.graph, graph_module, patterns.fusions(), analyse_only=True)
+    assert [site.code for site in sites] == ["fusible", "graph_output"]
+    graph_module.recompile()
+    assert graph_module.code == code
+    match = sites[0].match
+    assert match is not None
+    assert match.producer.target == "0.0"
+    assert [part.node.target for part in match.parts] == ["0.1", "0.3"]
+    assert [node.target for node in match.nodes] == ["0.1", "0.2", "0.3"]
+    report = FusionReport(tuple(sites))
+    assert (report.matched, report.fused, report.refused) == (1, 0, 1)
+    assert report.sites[0].match is None
+
+
+def test_a_graph_without_a_module_of_its_own() -> None:
+    model = chain()
+    graph = fx.Tracer().trace(model)
+    (site,) = rewrite.apply(graph, model, patterns.fusions())
+    assert site.fused
+    assert fx.GraphModule(model, graph).code.count(FUSED) == 1
+
+
+def test_report_says_what_and_where() -> None:
+    tracer = fx.Tracer()
+    tracer.record_stack_traces = True
+    model = nn.Sequential(chain(), nn.Conv1d(4, 4, 1), nn.GroupNorm(1, 4, eps=0.1), nn.Tanh())
+    root = Function(lambda m, x: model(x))
+    root.model = model
+    fused = fx.GraphModule(root, tracer.trace(root))
+
+    report = fuse(fused)
+
+    first, second = report.sites
+    assert (first.norm, first.producer) == ("GroupNorm(2, 4)", "Linear")
+    assert (first.activation, first.module) == ("Hardtanh(-2, 2)", "model.0.1")
+    assert first.source is not None
+    assert first.source.startswith(f'File "{__file__}", line ')
+    assert (second.norm, second.producer) == ("GroupNorm(1, 4)", "Conv1d")
+    assert (second.fused, second.code, second.activation) == (False, "no_activation", "")
+    assert "tanh" in second.reason.lower() or "model_3" in second.reason
+    text = str(report)
+    for part in ("model.0.1", "Hardtanh(-2, 2)", "Conv1d", "no_activation", "1 fused"):
+        assert part in text
+
+
+def test_reports_merge_and_travel() -> None:
+    one, two = fuse(trace(chain())), fuse(trace(nn.Sequential(chain(), nn.GroupNorm(1, 4))))
+    merged = FusionReport().merge(one, two)
+    assert merged.sites == one.sites + two.sites
+    assert (merged.matched, merged.refused) == (2, 1)
+    assert pickle.loads(pickle.dumps(merged)) == merged
+    assert str(FusionReport()) == "0 GroupNorms: 0 fused, 0 left as they were"
+
+
+# ---- the engine, on operators of its own ----------------------------------------------------
+
+
+def scaled_negative(x: Tensor, factor: float) -> Tensor:
+    return -(x * factor)
+
+
+def toy(producer: str | None = None) -> Fusion:
+    """`-(x * factor)` as one call; absolute values count as nothing."""
+
+    def reads(target: Callable[..., Any]) -> rewrite.Reader:
+        def reader(node: fx.Node, root: nn.Module) -> Part | None:
+            if node.target is not target:
+                return None
+            return Part(node, target.__name__, node.args[0], data=node.args[1:])
+
+        return reader
+
+    def arguments(graph: fx.Graph, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (match.producer, *match.parts[0].data), {}
+
+    return Fusion(
+        name="scaled negative",
+        producer=lambda node, root: node.name if producer in (None, node.name) else None,
+        steps=(reads(operator.mul), reads(operator.neg)),
+        transparent=reads(operator.abs),
+        target=scaled_negative,
+        arguments=arguments,
+    )
+
+
+def test_engine_knows_no_operator() -> None:
+    def function(x: Tensor) -> Tensor:
+        left = -(x * 2)
+        right = -operator.abs(left * 3)
+        return right + x * 4
+
+    graph_module = trace(function)
+    sites = rewrite.apply(graph_module.graph, graph_module, [toy()])
+    graph_module.graph.lint()
+    graph_module.recompile()
+    assert [(site.producer, site.code) for site in sites] == [
+        ("x", "fused"),
+        ("neg", "fused"),
+        ("x", "no_activation"),
+    ]
+    assert graph_module.code.count("scaled_negative(") == 2
+    assert "abs" not in graph_module.code
+    torch.testing.assert_close(graph_module(torch.ones(2)), torch.full((2,), 10.0))
+
+
+def test_engine_takes_the_first_row_that_matches() -> None:
+    graph_module = trace(lambda x: -(x * 2))
+    rows = [toy("nobody"), toy("x"), toy()]
+    (site,) = rewrite.apply(graph_module.graph, graph_module, rows, analyse_only=True)
+    assert site.match is not None
+    assert site.match.fusion is rows[1]
+    assert rewrite.apply(graph_module.graph, graph_module, rows[:1]) == []
+
+
+def test_reasons_are_sentences() -> None:
+    for reason in Reason:
+        assert reason.value.endswith(".")
+        assert reason.code == reason.name.lower()
+    assert Reason.DROPOUT.because(p=0.5).sentence == "A dropout with p = 0.5 stands in between."
