@@ -365,11 +365,12 @@ class Variant:
         ]
         taken_for_granted = guards.Guards(
             (
-                *(guards.Replaced.of(m) for m in dict.fromkeys(replaced)),
-                *(guards.Children(owner, dict(owner._modules)) for owner in trace.containers),
+                # Attributes first: `training` is what tells one variant from the other.
                 *(guards.Attribute(*read) for read in trace.attributes),
-                *(guards.Present(*read) for read in trace.optional),
                 *(guards.Query(*query) for query in trace.queries),
+                *(guards.Present(*read) for read in trace.optional),
+                *(guards.Children(owner, dict(owner._modules)) for owner in trace.containers),
+                *(guards.Replaced.of(m) for m in dict.fromkeys(replaced)),
             )
         )
         run, code = _compile(trace.graph, type(module))

@@ -17,6 +17,7 @@ import inspect
 import random
 import sys
 import threading
+import traceback
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -142,6 +143,9 @@ class _Tracer(fx.Tracer):
         except Untraceable:
             raise
         except Exception as error:
+            frames = traceback.walk_tb(error.__traceback__)
+            if any(f.f_globals.get("__name__") == "torch.utils.checkpoint" for f, _ in frames):
+                raise Untraceable(Reason.CONTEXT_MANAGER.because()) from error
             text = " ".join(str(error).split()) or type(error).__name__
             raise Untraceable(Reason.UNTRACEABLE.because(error=text[:200])) from error
         for (owner, name), value in self.attributes.items():
@@ -428,18 +432,18 @@ def _same_random_state() -> Iterator[None]:
     )
     try:
         yield
+    finally:
         drawn = (
             random.getstate() != python_before
             or not torch.equal(torch.get_rng_state(), torch_before)
             or repr(numpy_state()) != repr(numpy_before)
         )
-    finally:
         random.setstate(python_before)
         torch.set_rng_state(torch_before)
         if numpy:
             numpy.random.set_state(numpy_before)
-    if drawn:
-        raise Untraceable(Reason.RANDOM_NUMBER.because())
+        if drawn:  # whatever else went wrong
+            raise Untraceable(Reason.RANDOM_NUMBER.because())
 
 
 @contextlib.contextmanager
@@ -462,8 +466,8 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                     continue
                 now[name] = value
                 _put_back(value, contents)
-    if changed:
-        raise Untraceable(Reason.CHANGES_STATE.because(name=changed))
+        if changed:  # whatever else went wrong
+            raise Untraceable(Reason.CHANGES_STATE.because(name=changed))
 
 
 def _contents(value: Any) -> Any:
