@@ -24,7 +24,7 @@
 // a block, for each piece.  ..._channels_last: a block for a tile of columns and a chunk of rows.
 // sum_rows: a block for 32 channels and up to 256 rows, 8 rows at a time.
 //
-// Limits.  rows_backward: 6144 elements in a group, 3072 doubles, or half as many where V is 1. Any
+// Limits.  rows_backward: 6144 elements in a group, 3072 where V is 1, 1536 doubles. Any
 // number and size otherwise; offsets have 64 bits, everything is on grid x.
 //
 // Fallback.  Where a pointer or a size forbids 16-byte accesses, V is 1: the same kernels, element
@@ -34,10 +34,11 @@
 
 namespace fxfuse::cuda {
 
-// Vectors that a thread of rows_backward holds: 16 floats or 8 doubles, or half as many where each
-// needs its own access.
+// Vectors that a thread of rows_backward holds: 16 floats, or fewer where a double or an access of
+// its own for each element takes more registers.
 __host__ __device__ constexpr int row_vectors(int vector, size_t accumulate_size) {
-  return static_cast<int>((vector > 1 ? 64 : 32) / accumulate_size) / vector;
+  return static_cast<int>((vector > 1 && accumulate_size == 4 ? 64 : 32) / accumulate_size) /
+         vector;
 }
 
 // At most in its block.  It bounds the registers of each at 168, so that three blocks of 128
@@ -45,6 +46,21 @@ __host__ __device__ constexpr int row_vectors(int vector, size_t accumulate_size
 constexpr int kRowThreads = 384;
 
 constexpr int kInFlight = 2;  // vectors of each input that a thread of the other kernels loads
+
+// x^ and dz of one vector; statistics(j) are those of element j.
+template <class T, class O, int V, class A, class S>
+FXFUSE_INLINE void differentiate(const ActivationOf<A>& activation, const Vector<T, V>& x,
+                                 const Vector<O, V>& dy, const A (&weight)[V], const A (&bias)[V],
+                                 S statistics, A (&xhat)[V], A (&dz)[V]) {
+  A z[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    xhat[j] = statistics(j).normalize(static_cast<A>(x.at[j]));
+    z[j] = multiply_add(xhat[j], weight[j], bias[j]);
+    dz[j] = static_cast<A>(dy.at[j]);
+  }
+  activation.grad(z, dz);
+}
 
 // A team for each slice and each group of channels; slice s takes the samples s, s + slices, ...
 // partial is (slices, channels), or null.
@@ -65,6 +81,7 @@ __global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward prob
   each<K>(first, step, work,
           [&](int k, int i) { load_affine<T>(problem, channel, i, weight[k], bias[k]); });
 
+  const ActivationOf<A> activation(problem);
   // Every team makes the same number of rounds, for its lanes meet others in the shuffles.
   for (int64_t base = 0; base < problem.batch; base += slices) {
     const int64_t sample = base + slice;
@@ -83,21 +100,19 @@ __global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward prob
     }
     __syncwarp();  // keeps the loads together: forward.cuh
     A normalized[K][V], dnormalized[K][V], sums[2] = {};
-    with_activation<A>(problem, [&](auto activation) {
-      each<K>(first, step, end, [&](int k, int) {
+    each<K>(first, step, end, [&](int k, int) {
+      auto& xhat = normalized[k];
+      A dz[V];
+      differentiate(
+          activation, x[k], dy[k], weight[k], bias[k], [&](int) { return statistics; }, xhat, dz);
 #pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const A xhat = statistics.normalize(static_cast<A>(x[k].at[j]));
-          const A z = multiply_add(xhat, weight[k][j], bias[k][j]);
-          const A dz = activation.grad(z, static_cast<A>(dy[k].at[j]));
-          dbias[k][j] += dz;
-          dweight[k][j] += dz * xhat;
-          normalized[k][j] = xhat;
-          dnormalized[k][j] = product(dz, weight[k][j]);
-          sums[0] += dnormalized[k][j];
-          sums[1] += dnormalized[k][j] * xhat;
-        }
-      });
+      for (int j = 0; j < V; ++j) {
+        dbias[k][j] += dz[j];
+        dweight[k][j] += dz[j] * xhat[j];
+        dnormalized[k][j] = product(dz[j], weight[k][j]);
+        sums[0] += dnormalized[k][j];
+        sums[1] += dnormalized[k][j] * xhat[j];
+      }
     });
     if (problem.dinput == nullptr) continue;
     team.sum(sums);
@@ -124,14 +139,6 @@ __global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward prob
 
 // ---- sums over the elements of a channel --------------------------------------------------------
 
-// What the second pass knows of one element: x^ and dz.
-template <class A, class F>
-FXFUSE_INLINE Pair<A> differentiate(const F& activation, const Statistics<A>& statistics, A x, A dy,
-                                    A weight, A bias) {
-  const A xhat = statistics.normalize(x);
-  return {xhat, activation.grad(multiply_add(xhat, weight, bias), dy)};
-}
-
 // A team for each chunk of each channel of each sample.  partial is (batch, chunks, channels): the
 // sums of dz and dz * x^.
 template <class T, class O, int V>
@@ -147,48 +154,58 @@ __global__ __launch_bounds__(kThreads) void sum_channels(const Backward problem,
   const int64_t per_group = problem.channels / problem.num_groups;
   const int64_t begin = chunk * chunks.size, step = int64_t(team.size) * V;
   const int64_t end = active ? min(begin + chunks.size, problem.spatial) : 0;
-  A sums[2] = {};
+  double sums[2] = {};  // there may be thousands of additions, each of a few terms
   if (active) {
     const bool wide = affine_is_wide(problem);
-    const A weight = load_channel<T>(problem.weight, wide, channel, A(1));
-    const A bias = load_channel<T>(problem.bias, wide, channel, A(0));
+    const A channel_weight = load_channel<T>(problem.weight, wide, channel, A(1));
+    const A channel_bias = load_channel<T>(problem.bias, wide, channel, A(0));
+    A weight[V], bias[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      weight[j] = channel_weight;
+      bias[j] = channel_bias;
+    }
     const Statistics<A> statistics(problem.mean, problem.rstd, problem.batch * problem.num_groups,
                                    sample * problem.num_groups + channel / per_group);
     const T* x = static_cast<const T*>(problem.input) + plane * problem.spatial;
     const O* dy = static_cast<const O*>(problem.grad_output) + plane * problem.spatial;
-    with_activation<A>(problem, [&](auto activation) {
-      for (int64_t first = begin + int64_t(team.rank) * V; first < end; first += K * step) {
-        Vector<T, V> x_data[K];
-        Vector<O, V> dy_data[K];
-        each<K>(first, step, end, [&](int k, int64_t i) {
-          x_data[k] = load<T, V>(x + i);
-          dy_data[k] = load<O, V>(dy + i);
-        });
-        each<K>(first, step, end, [&](int k, int64_t) {
+    const ActivationOf<A> activation(problem);
+    for (int64_t first = begin + int64_t(team.rank) * V; first < end; first += K * step) {
+      Vector<T, V> x_data[K];
+      Vector<O, V> dy_data[K];
+      each<K>(first, step, end, [&](int k, int64_t i) {
+        x_data[k] = load<T, V>(x + i);
+        dy_data[k] = load<O, V>(dy + i);
+      });
+      A here[2] = {};
+      each<K>(first, step, end, [&](int k, int64_t) {
+        A xhat[V], dz[V];
+        differentiate(
+            activation, x_data[k], dy_data[k], weight, bias, [&](int) { return statistics; }, xhat,
+            dz);
 #pragma unroll
-          for (int j = 0; j < V; ++j) {
-            const auto [xhat, dz] =
-                differentiate(activation, statistics, static_cast<A>(x_data[k].at[j]),
-                              static_cast<A>(dy_data[k].at[j]), weight, bias)
-                    .at;
-            sums[0] += dz;
-            sums[1] += dz * xhat;
-          }
-        });
-      }
-    });
+        for (int j = 0; j < V; ++j) {
+          here[0] += dz[j];
+          here[1] += dz[j] * xhat[j];
+        }
+      });
+      sums[0] += here[0];
+      sums[1] += here[1];
+    }
   }
   team.sum(sums);
   if (active && team.rank == 0) {
-    partial[(sample * chunks.count + chunk) * problem.channels + channel] = {sums[0], sums[1]};
+    partial[(sample * chunks.count + chunk) * problem.channels + channel] = {
+        static_cast<A>(sums[0]), static_cast<A>(sums[1])};
   }
 }
 
 // The same over rows of all channels.
 template <class T, class O, int V>
-__global__ __launch_bounds__(kThreads) void sum_channels_last(const Backward problem,
-                                                              const ColumnTiles tiles,
-                                                              Pair<Accumulate<T>>* const partial) {
+__global__ __launch_bounds__(kThreads,
+                             2) void sum_channels_last(const Backward problem,
+                                                       const ColumnTiles tiles,
+                                                       Pair<Accumulate<T>>* const partial) {
   using A = Accumulate<T>;
   constexpr int K = kInFlight;
   const Column<V> column(problem, tiles);
@@ -197,31 +214,29 @@ __global__ __launch_bounds__(kThreads) void sum_channels_last(const Backward pro
     const ColumnParameters<T, V> parameters(problem, column);
     const T* x = static_cast<const T*>(problem.input);
     const O* dy = static_cast<const O*>(problem.grad_output);
-    with_activation<A>(problem, [&](auto activation) {
-      const int64_t step = column.slots;
-      for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-        Vector<T, V> x_data[K];
-        Vector<O, V> dy_data[K];
-        each<K>(row, step, column.end, [&](int k, int64_t i) {
-          x_data[k] = load<T, V>(x + column.offset(problem, i));
-          dy_data[k] = load<O, V>(dy + column.offset(problem, i));
-        });
-        each<K>(row, step, column.end, [&](int k, int64_t) {
+    const ActivationOf<A> activation(problem);
+    const int64_t step = column.slots;
+    for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+      Vector<T, V> x_data[K];
+      Vector<O, V> dy_data[K];
+      each<K>(row, step, column.end, [&](int k, int64_t i) {
+        x_data[k] = load<T, V>(x + column.offset(problem, i));
+        dy_data[k] = load<O, V>(dy + column.offset(problem, i));
+      });
+      each<K>(row, step, column.end, [&](int k, int64_t) {
+        A xhat[V], dz[V];
+        differentiate(
+            activation, x_data[k], dy_data[k], parameters.weight, parameters.bias,
+            [&](int j) { return parameters.statistics[j]; }, xhat, dz);
 #pragma unroll
-          for (int j = 0; j < V; ++j) {
-            const auto [xhat, dz] =
-                differentiate(activation, parameters.statistics[j], static_cast<A>(x_data[k].at[j]),
-                              static_cast<A>(dy_data[k].at[j]), parameters.weight[j],
-                              parameters.bias[j])
-                    .at;
-            sums[j].at[0] += dz;
-            sums[j].at[1] += dz * xhat;
-          }
-        });
-      }
-    });
+        for (int j = 0; j < V; ++j) {
+          sums[j].at[0] += dz[j];
+          sums[j].at[1] += dz[j] * xhat[j];
+        }
+      });
+    }
   }
-  // One thread for each channel of the tile adds its slots.
+  // One thread for each channel of the tile adds its slots, in double: they are added one by one.
   __shared__ Pair<A> of_slot[kThreads * V];
 #pragma unroll
   for (int j = 0; j < V; ++j) of_slot[threadIdx.x * V + j] = sums[j];
@@ -229,12 +244,13 @@ __global__ __launch_bounds__(kThreads) void sum_channels_last(const Backward pro
   const int width = tiles.width * V;
   const int64_t channel = blockIdx.x % tiles.count * width + threadIdx.x;
   if (static_cast<int>(threadIdx.x) >= width || channel >= problem.channels) return;
-  Pair<A> total = {};
+  double total[2] = {};
   for (int slot = 0; slot < tiles.slots; ++slot) {
-    total.at[0] += of_slot[slot * width + threadIdx.x].at[0];
-    total.at[1] += of_slot[slot * width + threadIdx.x].at[1];
+    total[0] += of_slot[slot * width + threadIdx.x].at[0];
+    total[1] += of_slot[slot * width + threadIdx.x].at[1];
   }
-  partial[column.part * problem.channels + channel] = total;
+  partial[column.part * problem.channels + channel] = {static_cast<A>(total[0]),
+                                                       static_cast<A>(total[1])};
 }
 
 // A team for each group: the means of dz * weight and of dz * weight * x^ over its elements.
@@ -266,11 +282,20 @@ __global__ __launch_bounds__(kThreads) void sum_groups(const Backward problem, c
 
 // ---- the second pass ----------------------------------------------------------------------------
 
-template <class T, class A>
-FXFUSE_INLINE T input_gradient_of(const Statistics<A>& statistics, const Pair<A>& means, A xhat,
-                                  A dz, A weight) {
-  return static_cast<T>(statistics.rstd *
-                        ((product(dz, weight) - means.at[0]) - xhat * means.at[1]));
+// dinput of one vector, the group's means being known; statistics(j) and means(j) as above.
+template <class T, class O, int V, class A, class S, class M>
+FXFUSE_INLINE Vector<T, V> finish(const ActivationOf<A>& activation, const Vector<T, V>& x,
+                                  const Vector<O, V>& dy, const A (&weight)[V], const A (&bias)[V],
+                                  S statistics, M means) {
+  A xhat[V], dz[V];
+  differentiate(activation, x, dy, weight, bias, statistics, xhat, dz);
+  Vector<T, V> dx;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const A centered = product(dz[j], weight[j]) - means(j).at[0];
+    dx.at[j] = static_cast<T>(statistics(j).rstd * (centered - xhat[j] * means(j).at[1]));
+  }
+  return dx;
 }
 
 // A team for each chunk of each group.
@@ -293,35 +318,27 @@ __global__ __launch_bounds__(kThreads) void input_gradient(const Backward proble
   const T* x = static_cast<const T*>(problem.input) + index * size;
   const O* dy = static_cast<const O*>(problem.grad_output) + index * size;
   T* dx = static_cast<T*>(problem.dinput) + index * size;
-  with_activation<A>(problem, [&](auto activation) {
-    for (int64_t first = chunk * chunks.size + int64_t(team.rank) * V; first < end;
-         first += K * step) {
-      Vector<T, V> x_data[K];
-      Vector<O, V> dy_data[K];
-      each<K>(first, step, end, [&](int k, int64_t i) {
-        x_data[k] = load<T, V>(x + i);
-        dy_data[k] = load<O, V>(dy + i);
-      });
-      each<K>(first, step, end, [&](int k, int64_t i) {
-        A weight[V], bias[V];
-        load_affine<T>(problem, channel, i, weight, bias);
-        Vector<T, V> result;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const auto [xhat, dz] =
-              differentiate(activation, statistics, static_cast<A>(x_data[k].at[j]),
-                            static_cast<A>(dy_data[k].at[j]), weight[j], bias[j])
-                  .at;
-          result.at[j] = input_gradient_of<T>(statistics, of_group, xhat, dz, weight[j]);
-        }
-        store(dx + i, result);
-      });
-    }
-  });
+  const ActivationOf<A> activation(problem);
+  for (int64_t first = chunk * chunks.size + int64_t(team.rank) * V; first < end;
+       first += K * step) {
+    Vector<T, V> x_data[K];
+    Vector<O, V> dy_data[K];
+    each<K>(first, step, end, [&](int k, int64_t i) {
+      x_data[k] = load<T, V>(x + i);
+      dy_data[k] = load<O, V>(dy + i);
+    });
+    each<K>(first, step, end, [&](int k, int64_t i) {
+      A weight[V], bias[V];
+      load_affine<T>(problem, channel, i, weight, bias);
+      store(dx + i, finish(
+                        activation, x_data[k], dy_data[k], weight, bias,
+                        [&](int) { return statistics; }, [&](int) { return of_group; }));
+    });
+  }
 }
 
 template <class T, class O, int V>
-__global__ __launch_bounds__(kThreads) void input_gradient_channels_last(
+__global__ __launch_bounds__(kThreads, 2) void input_gradient_channels_last(
     const Backward problem, const ColumnTiles tiles, const Pair<Accumulate<T>>* const means) {
   using A = Accumulate<T>;
   constexpr int K = kInFlight;
@@ -334,31 +351,23 @@ __global__ __launch_bounds__(kThreads) void input_gradient_channels_last(
   const T* x = static_cast<const T*>(problem.input);
   const O* dy = static_cast<const O*>(problem.grad_output);
   T* dx = static_cast<T*>(problem.dinput);
-  with_activation<A>(problem, [&](auto activation) {
-    const int64_t step = column.slots;
-    for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-      Vector<T, V> x_data[K];
-      Vector<O, V> dy_data[K];
-      each<K>(row, step, column.end, [&](int k, int64_t i) {
-        x_data[k] = load<T, V>(x + column.offset(problem, i));
-        dy_data[k] = load<O, V>(dy + column.offset(problem, i));
-      });
-      each<K>(row, step, column.end, [&](int k, int64_t i) {
-        Vector<T, V> result;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const auto [xhat, dz] =
-              differentiate(activation, parameters.statistics[j], static_cast<A>(x_data[k].at[j]),
-                            static_cast<A>(dy_data[k].at[j]), parameters.weight[j],
-                            parameters.bias[j])
-                  .at;
-          result.at[j] = input_gradient_of<T>(parameters.statistics[j], of_group[j], xhat, dz,
-                                              parameters.weight[j]);
-        }
-        store(dx + column.offset(problem, i), result);
-      });
-    }
-  });
+  const ActivationOf<A> activation(problem);
+  const int64_t step = column.slots;
+  for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+    Vector<T, V> x_data[K];
+    Vector<O, V> dy_data[K];
+    each<K>(row, step, column.end, [&](int k, int64_t i) {
+      x_data[k] = load<T, V>(x + column.offset(problem, i));
+      dy_data[k] = load<O, V>(dy + column.offset(problem, i));
+    });
+    each<K>(row, step, column.end, [&](int k, int64_t i) {
+      store(
+          dx + column.offset(problem, i),
+          finish(
+              activation, x_data[k], dy_data[k], parameters.weight, parameters.bias,
+              [&](int j) { return parameters.statistics[j]; }, [&](int j) { return of_group[j]; }));
+    });
+  }
 }
 
 // ---- dweight and dbias --------------------------------------------------------------------------
@@ -377,7 +386,7 @@ __global__ __launch_bounds__(kThreads) void sum_rows(const Backward problem, con
   const int lane = threadIdx.x % 32, slot = static_cast<int>(threadIdx.x) / 32;
   const int64_t channel = blockIdx.x % tiles * 32 + lane;
   const int64_t end = next == nullptr ? rows : min((part + 1) * kRowsOfBlock, rows);
-  Pair<A> sum = {};
+  Pair<double> sum = {};  // the additions are few, so they need not be fast
   if (channel < problem.channels) {
 #pragma unroll 4
     for (int64_t row = part * kRowsOfBlock + slot; row < end; row += kRowSlots) {
@@ -386,7 +395,7 @@ __global__ __launch_bounds__(kThreads) void sum_rows(const Backward problem, con
       sum.at[1] += added.at[1];
     }
   }
-  __shared__ Pair<A> of_slot[kRowSlots][32];
+  __shared__ Pair<double> of_slot[kRowSlots][32];
   of_slot[slot][lane] = sum;
   __syncthreads();
   if (slot > 0 || channel >= problem.channels) return;
@@ -394,8 +403,9 @@ __global__ __launch_bounds__(kThreads) void sum_rows(const Backward problem, con
     sum.at[0] += of_slot[other][lane].at[0];
     sum.at[1] += of_slot[other][lane].at[1];
   }
+  const Pair<A> result = {static_cast<A>(sum.at[0]), static_cast<A>(sum.at[1])};
   if (next != nullptr) {
-    next[part * problem.channels + channel] = sum;
+    next[part * problem.channels + channel] = result;
     return;
   }
   const auto write = [&](void* gradient, A value) {
@@ -406,8 +416,8 @@ __global__ __launch_bounds__(kThreads) void sum_rows(const Backward problem, con
       static_cast<T*>(gradient)[channel] = static_cast<T>(value);
     }
   };
-  write(problem.dbias, sum.at[0]);
-  write(problem.dweight, sum.at[1]);
+  write(problem.dbias, result.at[0]);
+  write(problem.dweight, result.at[1]);
 }
 
 // ---- host ---------------------------------------------------------------------------------------
@@ -439,7 +449,8 @@ struct BackwardPlan {
       // 65536 threads fill the largest GPUs of 2026 once, at the registers this kernel needs.
       rows = affine ? std::clamp<int64_t>(65536 / (p.num_groups * lanes), 1, p.batch) : p.batch;
     } else {
-      chunks = channels_last ? ColumnTiles::of(p, V).chunks : Chunks::of(p.spatial, 16384);
+      chunks =
+          channels_last ? ColumnTiles::of(p, V).chunks : Chunks::of(p.spatial, kElementsOfChunk);
       rows = p.batch * chunks.count;
     }
   }
@@ -520,7 +531,7 @@ cudaError_t backward_typed(const Backward& p, void* workspace, cudaStream_t stre
                                   : input_gradient_channels_last<T, O, 1>,
                      tiles.blocks(p), kThreads, stream, p, tiles, means);
     } else {
-      const Chunks chunks = Chunks::of(size, 16384);
+      const Chunks chunks = Chunks::of(size, kElementsOfChunk);
       lanes = team_size(std::min(chunks.size, size) / (plan.vectors ? W : 1), 256);
       error = launch_teams(plan.vectors ? input_gradient<T, O, W> : input_gradient<T, O, 1>,
                            groups * chunks.count, lanes, kThreads, stream, p, chunks, lanes, means);

@@ -199,6 +199,8 @@ bool aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
+constexpr int64_t kElementsOfChunk = 8192;
+
 // A long dimension cut into parts: at most 1024, so that their partial results are few.
 struct Chunks {
   int64_t count, size;

@@ -21,23 +21,60 @@ FXFUSE_INLINE double exponential(double value) { return exp(value); }
 
 #include "../activation.h"
 
-// Calls body(functor) with the functor that the problem names.  All threads take the same branch,
-// so one kernel serves every activation: statistics are compiled once instead of once for each.
-template <class A, class Body>
-FXFUSE_INLINE void with_activation(const Problem& problem, Body body) {
-  const double* params = problem.params;
-  switch (problem.activation) {
-    case kIdentity:
-      return body(Identity<A>(params));
-    case kHardtanh:
-      return body(Hardtanh<A>(params));
-    case kClamp:
-      return body(Clamp<A>(params));
-    case kReLU:
-      return body(ReLU<A>(params));
-    case kSiLU:
-      return body(SiLU<A>(params));
+// The activation that a problem names.  All threads take the same branch, once for a vector: so one
+// kernel serves every activation, and all that surrounds it is compiled once instead of five times.
+template <class A>
+class ActivationOf {
+ public:
+  FXFUSE_INLINE explicit ActivationOf(const Problem& problem)
+      : kind_(problem.activation),
+        identity_(problem.params),
+        hardtanh_(problem.params),
+        clamp_(problem.params),
+        relu_(problem.params),
+        silu_(problem.params) {}
+
+  // Replaces z by f(z).
+  template <int V>
+  FXFUSE_INLINE void value(A (&z)[V]) const {
+    visit([&](const auto& activation) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) z[j] = activation.value(z[j]);
+    });
   }
-}
+
+  // Replaces the gradient for f(z) by that for z.
+  template <int V>
+  FXFUSE_INLINE void grad(const A (&z)[V], A (&gradient)[V]) const {
+    visit([&](const auto& activation) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) gradient[j] = activation.grad(z[j], gradient[j]);
+    });
+  }
+
+ private:
+  template <class Body>
+  FXFUSE_INLINE void visit(Body body) const {
+    switch (kind_) {
+      case kIdentity:
+        return body(identity_);
+      case kHardtanh:
+        return body(hardtanh_);
+      case kClamp:
+        return body(clamp_);
+      case kReLU:
+        return body(relu_);
+      case kSiLU:
+        return body(silu_);
+    }
+  }
+
+  Activation kind_;
+  Identity<A> identity_;
+  Hardtanh<A> hardtanh_;
+  Clamp<A> clamp_;
+  ReLU<A> relu_;
+  SiLU<A> silu_;
+};
 
 }  // namespace fxfuse::cuda

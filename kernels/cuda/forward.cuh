@@ -15,8 +15,8 @@
 // else a block.  moments, merge_moments, normalize_chunk: a block for each chunk of a group.
 // The two kernels named ..._channels_last: a block for a tile of columns and a chunk of rows.
 //
-// Limits.  In registers: 64 KB a group.  Any number and size of groups otherwise; offsets have 64
-// bits, everything is on grid x.
+// Limits.  In registers: 64 KB a group, or 4096 elements (2048 doubles) where V is 1.  Any number
+// and size of groups otherwise; offsets have 64 bits, everything is on grid x.
 //
 // Fallback.  Where a pointer or a group's size forbids 16-byte accesses, V is 1: the same kernels,
 // element by element.
@@ -26,7 +26,7 @@
 namespace fxfuse::cuda {
 
 // normalize_in_registers exists twice: for groups that up to 256 threads hold with few registers
-// each, so that many run at once, and for longer ones.
+// each, so that many run at once, and for longer ones (where V is 1, those go to the chunks).
 struct Holding {
   int threads, vectors;  // at most in a block; of each thread
 
@@ -35,12 +35,28 @@ struct Holding {
     return {256, vector == 1 ? 64 / bytes : vector == 8 ? 2 : 4};
   }
   static constexpr Holding large(int vector, int bytes) {
-    return {512, vector == 1 ? 128 / bytes : 8};
+    return vector == 1 ? small(vector, bytes) : Holding{512, 8};
   }
   constexpr int64_t capacity() const { return int64_t(threads) * vectors; }
 };
 
 constexpr int kVectorsInFlight = 4;  // of a thread in the other kernels
+
+// Statistics and affine parameters applied to one vector; statistics(j) are those of element j.
+template <class O, class T, int V, class A, class S>
+FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A>& activation, const Vector<T, V>& x,
+                                  const A (&weight)[V], const A (&bias)[V], S statistics) {
+  A z[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    z[j] = multiply_add(statistics(j).normalize(static_cast<A>(x.at[j])), weight[j], bias[j]);
+  }
+  activation.value(z);
+  Vector<O, V> y;
+#pragma unroll
+  for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[j]);
+  return y;
+}
 
 template <class T, class O, int V, int K, int kMaxThreads>
 __global__ __launch_bounds__(kMaxThreads) void normalize_in_registers(const Forward problem,
@@ -94,19 +110,11 @@ __global__ __launch_bounds__(kMaxThreads) void normalize_in_registers(const Forw
 
   const int64_t channel = team.index % problem.num_groups * channels;
   O* y = static_cast<O*>(problem.output) + team.index * size;
-  with_activation<A>(problem, [&](auto activation) {
-    each<K>(first, step, end, [&](int k, int i) {
-      A weight[V], bias[V];
-      load_affine<T>(problem, channel, i, weight, bias);
-      Vector<O, V> result;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A z =
-            multiply_add(group.normalize(static_cast<A>(data[k].at[j])), weight[j], bias[j]);
-        result.at[j] = static_cast<O>(activation.value(z));
-      }
-      store(y + i, result);
-    });
+  const ActivationOf<A> activation(problem);
+  each<K>(first, step, end, [&](int k, int i) {
+    A weight[V], bias[V];
+    load_affine<T>(problem, channel, i, weight, bias);
+    store(y + i, finish<O>(activation, data[k], weight, bias, [&](int) { return group; }));
   });
 }
 
@@ -177,8 +185,10 @@ __global__ __launch_bounds__(kThreads) void moments(const Problem problem, const
 
 // The same over rows of all channels.  partial is (batch, chunks, channels).
 template <class T, int V>
-__global__ __launch_bounds__(kThreads) void moments_channels_last(
-    const Problem problem, const ColumnTiles tiles, Pair<Accumulate<T>>* const partial) {
+__global__ __launch_bounds__(kThreads,
+                             2) void moments_channels_last(const Problem problem,
+                                                           const ColumnTiles tiles,
+                                                           Pair<Accumulate<T>>* const partial) {
   using A = Accumulate<T>;
   constexpr int K = kVectorsInFlight;
   const Column<V> column(problem, tiles);
@@ -300,30 +310,22 @@ __global__ __launch_bounds__(kThreads) void normalize_chunk(const Forward proble
   const Statistics<A> group(problem.mean, problem.rstd, problem.batch * problem.num_groups, index);
   const T* x = static_cast<const T*>(problem.input) + index * size;
   O* y = static_cast<O*>(problem.output) + index * size;
-  with_activation<A>(problem, [&](auto activation) {
-    for (int64_t first = chunk * chunks.size + int64_t(threadIdx.x) * V; first < end;
-         first += K * step) {
-      Vector<T, V> data[K];
-      each<K>(first, step, end, [&](int k, int64_t i) { data[k] = load<T, V>(x + i); });
-      each<K>(first, step, end, [&](int k, int64_t i) {
-        A weight[V], bias[V];
-        load_affine<T>(problem, channel, i, weight, bias);
-        Vector<O, V> result;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const A z =
-              multiply_add(group.normalize(static_cast<A>(data[k].at[j])), weight[j], bias[j]);
-          result.at[j] = static_cast<O>(activation.value(z));
-        }
-        store(y + i, result);
-      });
-    }
-  });
+  const ActivationOf<A> activation(problem);
+  for (int64_t first = chunk * chunks.size + int64_t(threadIdx.x) * V; first < end;
+       first += K * step) {
+    Vector<T, V> data[K];
+    each<K>(first, step, end, [&](int k, int64_t i) { data[k] = load<T, V>(x + i); });
+    each<K>(first, step, end, [&](int k, int64_t i) {
+      A weight[V], bias[V];
+      load_affine<T>(problem, channel, i, weight, bias);
+      store(y + i, finish<O>(activation, data[k], weight, bias, [&](int) { return group; }));
+    });
+  }
 }
 
 template <class T, class O, int V>
-__global__ __launch_bounds__(kThreads) void normalize_channels_last(const Forward problem,
-                                                                    const ColumnTiles tiles) {
+__global__ __launch_bounds__(kThreads, 2) void normalize_channels_last(const Forward problem,
+                                                                       const ColumnTiles tiles) {
   using A = Accumulate<T>;
   constexpr int K = kVectorsInFlight;
   const Column<V> column(problem, tiles);
@@ -331,24 +333,18 @@ __global__ __launch_bounds__(kThreads) void normalize_channels_last(const Forwar
   const T* x = static_cast<const T*>(problem.input);
   O* y = static_cast<O*>(problem.output);
   const ColumnParameters<T, V> parameters(problem, column);
-  with_activation<A>(problem, [&](auto activation) {
-    const int64_t step = column.slots;
-    for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-      Vector<T, V> data[K];
-      each<K>(row, step, column.end,
-              [&](int k, int64_t i) { data[k] = load<T, V>(x + column.offset(problem, i)); });
-      each<K>(row, step, column.end, [&](int k, int64_t i) {
-        Vector<O, V> result;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const A xhat = parameters.statistics[j].normalize(static_cast<A>(data[k].at[j]));
-          const A z = multiply_add(xhat, parameters.weight[j], parameters.bias[j]);
-          result.at[j] = static_cast<O>(activation.value(z));
-        }
-        store(y + column.offset(problem, i), result);
-      });
-    }
-  });
+  const ActivationOf<A> activation(problem);
+  const int64_t step = column.slots;
+  for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+    Vector<T, V> data[K];
+    each<K>(row, step, column.end,
+            [&](int k, int64_t i) { data[k] = load<T, V>(x + column.offset(problem, i)); });
+    each<K>(row, step, column.end, [&](int k, int64_t i) {
+      store(y + column.offset(problem, i),
+            finish<O>(activation, data[k], parameters.weight, parameters.bias,
+                      [&](int j) { return parameters.statistics[j]; }));
+    });
+  }
 }
 
 // ---- host ---------------------------------------------------------------------------------------
@@ -375,7 +371,7 @@ struct ForwardPlan {
     is_small = pieces <= small.capacity();
     in_registers = !channels_last && pieces <= large.capacity();
     if (in_registers) lanes = holding_team_size(pieces, (is_small ? small : large).vectors);
-    chunks = channels_last ? ColumnTiles::of(p, V).chunks : Chunks::of(size, 16384);
+    chunks = channels_last ? ColumnTiles::of(p, V).chunks : Chunks::of(size, kElementsOfChunk);
     entries = channels_last ? p.channels : p.num_groups;
     rows = p.batch * chunks.count;
   }

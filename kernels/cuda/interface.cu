@@ -68,11 +68,11 @@ __global__ void probe() {}
 
 bool can_run(int device) {
   int current = 0;
-  if (cudaGetDevice(&current) != cudaSuccess) return false;
-  if (device != current && cudaSetDevice(device) != cudaSuccess) return false;
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, probe);
-  if (error != cudaSuccess) cudaGetLastError();  // or the next check would report it
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && device != current) error = cudaSetDevice(device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, probe);
+  cudaGetLastError();  // an error that stays would be reported by the next launch
   if (device != current) cudaSetDevice(current);
   return error == cudaSuccess;
 }
