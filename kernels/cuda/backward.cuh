@@ -24,8 +24,14 @@
 // a block, for each piece.  ..._channels_last: a block for a tile of columns and a chunk of rows.
 // sum_rows: a block for 32 channels and up to 256 rows, 8 rows at a time.
 //
-// Limits.  rows_backward: 6144 elements in a group, 3072 where V is 1, 1536 doubles. Any
+// Limits.  rows_backward: 6144 elements in a group, 3072 where V is 1, 1536 doubles.  Any
 // number and size otherwise; offsets have 64 bits, everything is on grid x.
+//
+// Measured.  (1024, 8192) in 16 groups with hardtanh: 43.3 us in float32 and 43.6 in bfloat16,
+// where torch takes 161.6 and 147.4; (64, 256, 56, 56) in 32 groups with ReLU in bfloat16: 307
+// against 433, channels_last 226 against 675.  Slower than torch are rows with groups beyond the
+// limit of rows_backward: (1024, 16384) in 1 group, 386 against 222 in float32 (H200, 2026-11-30,
+// 256 MB written before each).
 //
 // Fallback.  Where a pointer or a size forbids 16-byte accesses, V is 1: the same kernels, element
 // by element.  What is not asked for is neither computed nor written.

@@ -18,6 +18,11 @@
 // Limits.  In registers: 64 KB a group, or 4096 elements (2048 doubles) where V is 1.  Any number
 // and size of groups otherwise; offsets have 64 bits, everything is on grid x.
 //
+// Measured.  (1024, 8192) in 16 groups with hardtanh: 25.2 us in float32 and 21.0 in bfloat16,
+// where torch's two operators take 145.5 and 137.0 and a copy 20.3 and 12.7; (1, 128, 1024, 1024)
+// in 32 groups with SiLU in bfloat16: 437 against 3778, channels_last 382 against 7264 (H200,
+// 2026-11-30, 256 MB written before each).
+//
 // Fallback.  Where a pointer or a group's size forbids 16-byte accesses, V is 1: the same kernels,
 // element by element.
 #pragma once
