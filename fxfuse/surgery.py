@@ -9,6 +9,7 @@ lies in the instance, under one key; without it the subclass behaves as the clas
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import dataclasses
@@ -25,7 +26,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fxfuse import guards, library, ops, patterns, rewrite, tracing
+from fxfuse import boundaries, guards, library, ops, patterns, rewrite, tracing
 from fxfuse.rewrite import FusionReport, Reason, Refusal, Site
 from fxfuse.tracing import Untraceable
 
@@ -58,8 +59,7 @@ def optimize(model: _M, *, inplace: bool = False, channels_last: ops.ChannelsLas
     available = library.load()
     result = model if inplace else _share(model)
     table = patterns.fusions(channels_last)
-    sites = list(_operate(result, table, available))
-    _reports[result] = FusionReport(tuple(sites))
+    _reports[result] = FusionReport(_Operation(result, table, available).run())
     return result
 
 
@@ -146,125 +146,137 @@ def _holds_modules(value: Any) -> bool:
 # ---- the operation --------------------------------------------------------------------------
 
 
-def _operate(root: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool) -> Iterator[Site]:
-    """Rewrites the modules below a root, children first, and says what became of each norm."""
-    seen: set[nn.Module] = set()  # norms that some module's graph calls
-    visited: set[nn.Module] = set()
+class _Operation:
+    """Rewrites the modules of a tree, children first, and keeps what became of each norm."""
 
-    def visit(module: nn.Module, path: str) -> Iterator[Site]:
-        if module in visited:
+    def __init__(self, root: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool) -> None:
+        self.root = root
+        self.table = table
+        self.available = available
+        self.settled: set[nn.Module] = set()  # norms that some module's graph calls
+        self.open: set[nn.Module] = set()  # modules whose result a chain may go on from
+        self.sites: dict[nn.Module, list[Site]] = {}  # by the module whose graph has them
+        self.boundaries = boundaries.Boundaries(table)
+
+    def run(self) -> tuple[Site, ...]:
+        """One site for each norm, in the order of the tree."""
+        paths = {module: path for path, module in self.root.named_modules()}
+        self._visit(self.root)
+        sites = [_below(paths[m], site) for m, found in self.sites.items() for site in found]
+        for module, path in paths.items():
+            if isinstance(module, nn.GroupNorm) and module not in self.settled:
+                sites.append(_norm_site(module, path, Reason.NOT_CALLED.because()))
+        order = {path: index for index, path in enumerate(paths.values())}
+        return tuple(sorted(sites, key=lambda site: order.get(site.module or "", -1)))
+
+    def _visit(self, module: nn.Module) -> None:
+        if module in self.sites:
             return
-        visited.add(module)
+        self.sites[module] = []
         if (refusal := _not_entered(module)) is not None:
-            yield from _refused(module, path, refusal, seen)
+            self._refuse(module, refusal)
             return
-        for name, child in module.named_children():
-            yield from visit(child, _join(path, name))
+        for child in module.children():
+            self._visit(child)
         if plan := vars(module).get(_PLAN):
-            seen.update(plan.norms)
-            yield from (_below(path, _already(site)) for site in plan.sites)
-        elif _may_hold_a_site(module, seen):
-            yield from (_below(path, site) for site in _rewrite(module, table, available, seen))
+            self.settled.update(plan.norms)
+            self.sites[module] = [_already(site) for site in plan.sites]
+        elif self._may_hold_a_site(module):
+            try:
+                self._rewrite(module)
+            except Untraceable as error:
+                self._refuse(module, error.refusal)
 
-    yield from visit(root, "")
-    for name, module in root.named_modules():
-        if isinstance(module, nn.GroupNorm) and module not in seen:
-            # Its module was not traced, or has a graph that does not call it.
-            yield _norm_site(module, name, Reason.NOT_CALLED.because())
+    def _may_hold_a_site(self, module: nn.Module) -> bool:
+        """Whether to trace: for a norm that no graph has called, or a chain that may go on."""
+        if type(module).forward in (nn.Module.forward, nn.GroupNorm.forward):
+            return False
+        below = (m for m in module.modules() if m is not module)
+        return _mentions_group_norm(module) or any(
+            m in self.open or (isinstance(m, nn.GroupNorm) and m not in self.settled) for m in below
+        )
 
+    def _rewrite(self, module: nn.Module) -> None:
+        """Gives a module a plan if its graph has a site to fuse.
 
-def _rewrite(
-    module: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool, seen: set[nn.Module]
-) -> list[Site]:
-    """Gives a module a plan if its graph has a site to fuse."""
-    try:
+        Raises:
+            Untraceable: If it has no graph.
+        """
         if "forward" in vars(module):
             raise Untraceable(Reason.OWN_FORWARD.because(module=type(module).__name__))
-        variants, sites = _variants(module, table, available)
-        sites = [_without_nodes(site) for site in sites]
-        norms = {m for site in sites if (m := _norm_of(module, site)) is not None}
-        if any(site.fused for site in sites):
+        variants: list[Variant] = []
+        found: list[Site] = []
+        entered: set[nn.Module] = set()
+        for mode in (module.training, not module.training):
+            try:
+                trace, inlined = self._trace(module, mode)
+            except Untraceable:
+                if mode == module.training:
+                    raise
+                break  # fused in one mode only
+            if mode == module.training:
+                self.open -= {module.get_submodule(str(n.target)) for n in _calls(trace.graph)}
+                if self.boundaries.opens(module, trace.graph) is not None:
+                    self.open.add(module)
+            sites = rewrite.apply(trace.graph, module, self.table, analyse_only=not self.available)
+            if any(site.fused for site in sites):
+                variants.append(Variant.of(module, trace, sites, inlined))
+            if mode == module.training:
+                found, entered = sites, inlined
+            if not any(m is module and name == "training" for m, name, _ in trace.attributes):
+                break
+        if not self.available:
+            found = [s.with_reason(Reason.LIBRARY_UNAVAILABLE) if s.match else s for s in found]
+        found = [dataclasses.replace(site, match=None) for site in found]
+        norms = {module.get_submodule(site.module) for site in found if site.module}
+        if variants:
+            plan = Plan(tuple(variants), tuple(found), norms)
             try:
                 object.__setattr__(module, "__class__", _fused_class(type(module)))
             except TypeError as error:
                 raise Untraceable(Reason.NOT_SUBCLASSABLE.because(error=error)) from error
-            vars(module)[_PLAN] = Plan(tuple(variants), tuple(sites), norms)
-        seen.update(norms)
-        return sites
-    except Untraceable as error:
-        return list(_refused(module, "", error.refusal, seen))
+            vars(module)[_PLAN] = plan
+        self.sites[module] = found
+        for child in entered:
+            self.sites[child] = []  # its graph is part of this one
+        self.settled |= norms
 
-
-def _variants(
-    module: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool
-) -> tuple[list[Variant], list[Site]]:
-    """The graphs of a module: one, or one for each training mode where the forward asks for it."""
-    variants = []
-    sites: list[Site] = []
-    training = module.training
-    for mode in (training, not training):
+    def _trace(self, module: nn.Module, training: bool) -> tuple[tracing.Trace, set[nn.Module]]:
+        """A module's graph in a mode, through the children whose boundary a chain crosses."""
+        before = module.training
+        module.training = training
         try:
-            module.training = mode
-            try:
-                trace = tracing.trace(module)
-            finally:
-                module.training = training
-        except Untraceable:
-            if mode == training:
-                raise
-            break  # fused in one mode only
-        found = rewrite.apply(trace.graph, module, table, analyse_only=not available)
-        if not available:
-            found = [s.with_reason(Reason.LIBRARY_UNAVAILABLE) if s.match else s for s in found]
-        if mode == training:
-            sites = found
-        if any(site.fused for site in found):
-            variants.append(Variant.of(module, trace, found))
-        if not any(m is module and name == "training" for m, name, _ in trace.attributes):
-            break
-    return variants, sites
+            trace = tracing.trace(module)
+            inlined = self.boundaries.crossed(module, trace.graph)
+            if inlined:
+                with contextlib.suppress(Untraceable):  # then the chain stays as it is
+                    through = tracing.trace(module, inlined)
+                    if self._matches(module, through) > self._matches(module, trace):
+                        return through, inlined
+            return trace, set()
+        finally:
+            module.training = before
+
+    def _matches(self, module: nn.Module, trace: tracing.Trace) -> int:
+        sites = rewrite.apply(trace.graph, module, self.table, analyse_only=True)
+        return sum(site.match is not None for site in sites)
+
+    def _refuse(self, module: nn.Module, refusal: Refusal) -> None:
+        """A site for each norm that a module would have called."""
+        norms = [
+            (path, m)
+            for path, m in module.named_modules()
+            if isinstance(m, nn.GroupNorm) and m not in self.settled
+        ]
+        self.settled.update(norm for _, norm in norms)
+        sites = [_norm_site(norm, path, refusal) for path, norm in norms]
+        if not norms and _mentions_group_norm(module):
+            sites = [Site("group_norm", "", "", False, refusal.reason.code, refusal.sentence)]
+        self.sites[module] = sites
 
 
-def _may_hold_a_site(module: nn.Module, seen: set[nn.Module]) -> bool:
-    """Whether to trace: a norm below that no module's graph has called, or a functional one."""
-    if type(module).forward in (nn.Module.forward, nn.GroupNorm.forward):
-        return False
-    below = (m for m in module.modules() if m is not module)
-    if any(isinstance(m, nn.GroupNorm) and m not in seen for m in below):
-        return True
-    return _mentions_group_norm(cast(Any, type(module)))
-
-
-@functools.cache
-def _mentions_group_norm(cls: Any) -> bool:
-    """Whether a class's own code, or a function that it calls by name, names group_norm."""
-    functions = [
-        value
-        for base in cls.__mro__
-        if not base.__module__.startswith("torch.nn.modules.")
-        for value in vars(base).values()
-        if isinstance(value, types.FunctionType)
-    ]
-    done: set[types.CodeType] = set()
-    while functions:
-        function = functions.pop()
-        codes = [function.__code__]
-        while codes:
-            code = codes.pop()
-            if code in done:
-                continue
-            done.add(code)
-            if "group_norm" in code.co_names:
-                return True
-            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-            named = (function.__globals__.get(name) for name in code.co_names)
-            functions += [
-                value
-                for value in named
-                if isinstance(value, types.FunctionType)
-                and not value.__module__.startswith("torch.")
-            ]
-    return False
+def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if node.op == "call_module")
 
 
 def _not_entered(module: nn.Module) -> Refusal | None:
@@ -281,23 +293,63 @@ def _not_entered(module: nn.Module) -> Refusal | None:
     return None
 
 
+# ---- a look at the code ---------------------------------------------------------------------
+
+
+def _mentions_group_norm(module: nn.Module) -> bool:
+    """Whether a module's code names group_norm, or functions that it names do."""
+    held = itertools.chain.from_iterable(map(_functions, vars(module).values()))
+    return _code_names_group_norm(type(module)) or any(map(_names_group_norm, held))
+
+
+@functools.cache
+def _code_names_group_norm(cls: Any) -> bool:
+    own = (base for base in cls.__mro__ if not base.__module__.startswith("torch.nn.modules."))
+    held = itertools.chain.from_iterable(_functions(v) for base in own for v in vars(base).values())
+    return any(map(_names_group_norm, held))
+
+
+def _names_group_norm(function: types.FunctionType) -> bool:
+    """Whether a function's code, or that of a function it refers to by name, names group_norm."""
+    waiting, done = [function], set()
+    while waiting:
+        function = waiting.pop()
+        if function.__name__ == "group_norm":
+            return True
+        module = function.__module__ or ""
+        if function.__code__ in done or module == "torch" or module.startswith("torch."):
+            continue
+        done.add(function.__code__)
+        codes = [function.__code__]
+        for code in codes:
+            if "group_norm" in code.co_names:
+                return True
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+            for name in code.co_names:
+                value = function.__globals__.get(name)
+                if isinstance(value, types.ModuleType) and not value.__name__.startswith("torch"):
+                    value = [vars(value).get(attribute) for attribute in code.co_names]
+                waiting += _functions(value)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not bound yet
+                waiting += _functions(cell.cell_contents)
+    return False
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The Python functions that a value is or holds."""
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from _functions(value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from _functions(value.func)
+    elif isinstance(value, (list, tuple, dict)):
+        items = list(value.values()) if isinstance(value, dict) else list(value)
+        yield from (item for item in items if isinstance(item, types.FunctionType))
+
+
 # ---- sites ----------------------------------------------------------------------------------
-
-
-def _refused(
-    module: nn.Module, path: str, refusal: Refusal, seen: set[nn.Module]
-) -> Iterator[Site]:
-    """A site for each norm that a module would have called."""
-    norms = [
-        (name, m)
-        for name, m in module.named_modules()
-        if isinstance(m, nn.GroupNorm) and m not in seen
-    ]
-    seen.update(norm for _, norm in norms)
-    for name, norm in norms:
-        yield _norm_site(norm, _join(path, name), refusal)
-    if not norms and _mentions_group_norm(cast(Any, type(module))):
-        yield Site("group_norm", "", "", False, refusal.reason.code, refusal.sentence, path)
 
 
 def _norm_site(norm: nn.GroupNorm, path: str, refusal: Refusal) -> Site:
@@ -305,20 +357,8 @@ def _norm_site(norm: nn.GroupNorm, path: str, refusal: Refusal) -> Site:
     return Site(text, "", "", False, refusal.reason.code, refusal.sentence, path)
 
 
-def _norm_of(module: nn.Module, site: Site) -> nn.Module | None:
-    return module.get_submodule(site.module) if site.module else None
-
-
-def _join(path: str, name: str | None) -> str:
-    return ".".join(filter(None, (path, name)))
-
-
 def _below(path: str, site: Site) -> Site:
-    return dataclasses.replace(site, module=_join(path, site.module))
-
-
-def _without_nodes(site: Site) -> Site:
-    return dataclasses.replace(site, match=None)
+    return dataclasses.replace(site, module=".".join(filter(None, (path, site.module))))
 
 
 def _already(site: Site) -> Site:
@@ -354,7 +394,9 @@ class Variant:
     guards: guards.Guards
 
     @classmethod
-    def of(cls, module: nn.Module, trace: tracing.Trace, sites: list[Site]) -> Variant:
+    def of(
+        cls, module: nn.Module, trace: tracing.Trace, sites: list[Site], inlined: set[nn.Module]
+    ) -> Variant:
         """The variant of a module whose graph was rewritten at the given sites."""
         replaced = [
             module.get_submodule(str(node.target))
@@ -371,6 +413,7 @@ class Variant:
                 *(guards.Present(*read) for read in trace.optional),
                 *(guards.Children(owner, dict(owner._modules)) for owner in trace.containers),
                 *(guards.Replaced.of(m) for m in dict.fromkeys(replaced)),
+                *(guards.Replaced(m, type(m), {}) for m in inlined),
             )
         )
         run, code = _compile(trace.graph, type(module))

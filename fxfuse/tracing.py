@@ -20,7 +20,7 @@ import threading
 import traceback
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,17 +67,18 @@ class Trace:
 _lock = threading.RLock()  # fx patches nn.Module for every thread
 
 
-def trace(module: nn.Module) -> Trace:
+def trace(module: nn.Module, inlined: Collection[nn.Module] = ()) -> Trace:
     """Traces a module's forward with its children as leaves, and leaves no mark on it.
 
     Args:
         module: The module, in the training mode that the graph is for.
+        inlined: Modules below it that are not leaves: the graph holds what they do.
 
     Raises:
         Untraceable: If the forward cannot be traced, or if the graph would not do all it does.
     """
     with _lock, _unchanged(module), _same_random_state():
-        return _Tracer(module).run()
+        return _Tracer(module, inlined).run()
 
 
 # ---- proxies --------------------------------------------------------------------------------
@@ -119,9 +120,10 @@ _QUERIES = (
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer's value must not decide either
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inlined: Collection[nn.Module]) -> None:
         super().__init__()
         self.module = module
+        self.inlined = inlined
         self.forward: Callable[..., Any] = type(module).forward
         self.thread = threading.get_ident()
         self.mode = _mode()
@@ -191,7 +193,7 @@ class _Tracer(fx.Tracer):
         return _UnknownProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+        return m not in self.inlined
 
     def call_module(
         self,
@@ -204,6 +206,8 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)  # another thread's model, through fx's patch
         if m is self.module:
             raise Untraceable(Reason.UNTRACEABLE.because(error="it calls itself"))
+        if m in self.inlined:
+            return super().call_module(m, forward, args, kwargs)
         with self._deaf():
             return super().call_module(m, forward, args, kwargs)
 

@@ -1,0 +1,103 @@
+"""Where a chain crosses from one module into another: which children a trace has to go through.
+
+A child is a leaf of its parent's graph, so a norm that ends a child and the activation that
+follows it in the parent, or that begins the next child, are in no graph together.  Each module's
+own graph tells whether a chain may go on from its result, or may have begun before its input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from fxfuse import tracing
+from fxfuse.rewrite import Fusion
+from fxfuse.tracing import Untraceable
+
+
+class Boundaries:
+    """Finds the boundaries that the chains of a table of fusions cross."""
+
+    def __init__(self, table: tuple[Fusion, ...]) -> None:
+        self.table = table
+        self.graphs: dict[nn.Module, fx.Graph | None] = {}
+
+    def crossed(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module]:
+        """The modules below one that must be inlined for its graph to hold whole chains.
+
+        Args:
+            module: The module.
+            graph: Its graph with its children as leaves.
+        """
+        found: set[nn.Module] = set()
+        for node in graph.nodes:
+            before = self._leaves(node, module)
+            if before is None:
+                continue
+            for reader in node.users:
+                after = self._enters(reader, node, module)
+                if after is not None:
+                    found |= before | after
+        return found
+
+    def opens(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module] | None:
+        """The modules to go through to a chain that may go on from a module's result, or None."""
+        output = next(iter(reversed(graph.nodes)))
+        result = output.args[0]
+        return self._leaves(result, module) if isinstance(result, fx.Node) else None
+
+    def _leaves(self, node: fx.Node, module: nn.Module) -> set[nn.Module] | None:
+        """The modules to go through to the chain that a value is amid, or None where it is not."""
+        if any(step(node, module) for fusion in self.table for step in fusion.steps[:-1]):
+            return set()
+        for fusion in self.table:
+            if (part := fusion.transparent(node, module)) is not None and part.input is not None:
+                return self._leaves(part.input, module)
+        if (opaque := self._opaque(node, module)) is None:
+            return None
+        child, graph = opaque
+        inner = self.opens(child, graph)
+        return None if inner is None else {child, *inner}
+
+    def _enters(self, reader: fx.Node, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
+        """The modules to go through to the step that reads a value, or None where none does."""
+        if any(step(reader, module) for fusion in self.table for step in fusion.steps[1:]):
+            return set()
+        if any(fusion.transparent(reader, module) for fusion in self.table):
+            return self._first(reader, module)
+        if reader.args[:1] != (value,) or (opaque := self._opaque(reader, module)) is None:
+            return None
+        child, graph = opaque
+        inner = self._first(next(iter(graph.nodes)), child)
+        return None if inner is None else {child, *inner}
+
+    def _first(self, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
+        found = (self._enters(reader, value, module) for reader in value.users)
+        return next((modules for modules in found if modules is not None), None)
+
+    def _opaque(self, node: fx.Node, module: nn.Module) -> tuple[nn.Module, fx.Graph] | None:
+        """The child that a node calls, and its graph, where it may be inlined."""
+        if node.op != "call_module":
+            return None
+        child = module.get_submodule(str(node.target))
+        if child not in self.graphs:
+            self.graphs[child] = _graph(child)
+        graph = self.graphs[child]
+        return None if graph is None else (child, graph)
+
+
+def _graph(module: nn.Module) -> fx.Graph | None:
+    """The graph of a module that may be inlined: with nothing beside its class's forward."""
+    library = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    if (
+        (library and not isinstance(module, nn.Sequential))
+        or any(getattr(module, f"_{kind}") for kind in hooks)
+        or "forward" in vars(module)
+        or isinstance(module, (torch.jit.ScriptModule, fx.GraphModule))
+    ):
+        return None
+    try:
+        return tracing.trace(module).graph
+    except Untraceable:
+        return None
