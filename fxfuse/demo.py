@@ -62,9 +62,9 @@ class Chain(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        factory = {"device": settings.device, "dtype": settings.dtype}
-        self.linear = nn.Linear(settings.in_features, settings.out_features, **factory)
-        self.group_norm = nn.GroupNorm(settings.num_groups, settings.out_features, **factory)
+        device, dtype, channels = settings.device, settings.dtype, settings.out_features
+        self.linear = nn.Linear(settings.in_features, channels, device=device, dtype=dtype)
+        self.group_norm = nn.GroupNorm(settings.num_groups, channels, device=device, dtype=dtype)
         self.hardtanh = nn.Hardtanh(-2.0, 2.0)
         nn.init.normal_(self.group_norm.weight)
         nn.init.normal_(self.group_norm.bias)
@@ -73,7 +73,8 @@ class Chain(nn.Module):
         """Maps (rows, in_features) to (rows, out_features)."""
         x = self.linear(x)
         x = self.group_norm(x)
-        return self.hardtanh(x)
+        x = self.hardtanh(x)
+        return x
 
 
 @dataclass
@@ -172,7 +173,7 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
 
 def _section(out: Console, title: str, text: str) -> None:
     out.print(f"\n[bold]{title}")
-    out.print(text.strip(), markup=False, highlight=False, soft_wrap=True)
+    out.print(text.strip("\n"), markup=False, highlight=False, soft_wrap=True)
 
 
 def _parts(model: Chain, optimized: nn.Module, x: Tensor) -> list[Part]:
@@ -294,7 +295,7 @@ def _cuda_clock(function: Callable[[], object], flush: Tensor, hot: bool) -> Cal
     Writing `flush` empties the L2 cache and keeps the GPU busy while the rest is enqueued; a first
     replay, not timed, fills the cache again.
     """
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -303,7 +304,8 @@ def _cuda_clock(function: Callable[[], object], flush: Tensor, hot: bool) -> Cal
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def clock() -> float:
         flush.zero_()
@@ -313,7 +315,7 @@ def _cuda_clock(function: Callable[[], object], flush: Tensor, hot: bool) -> Cal
         graph.replay()
         stop.record()
         stop.synchronize()
-        return start.elapsed_time(stop) * 1e-3
+        return float(start.elapsed_time(stop)) * 1e-3
 
     return clock
 
