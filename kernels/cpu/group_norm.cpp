@@ -37,9 +37,10 @@ constexpr int64_t kUnitsPerThread = 4;
 // lane adds up a value of each, and of 5461 it lost too much.
 constexpr int64_t kPixelChunk = 32768, kMaxPixels = 256;
 // The same for the gradients, whose chunks are read once and leave their sums in memory.
-constexpr int64_t kGradientPixelChunk = 65536, kMinGradientPixels = 16;
-// Samples in a slice, and rows of slices to make of a batch: enough for the threads of any machine.
-constexpr int64_t kMinSlice = 32, kMaxSlice = 256, kSliceRows = 256;
+constexpr int64_t kGradientPixelChunk = 65536, kMinGradientPixels = 16, kMaxGradientPixels = 64;
+// Samples whose affine gradients are added up before they are added to those of the others in
+// double.  Fewer would take memory and time, more would lose digits and leave threads idle.
+constexpr int64_t kSlice = 32;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -271,6 +272,7 @@ void forward_in(const Forward& problem) {
 // kPixels, samples: sums from the parts of the chunks.
 template <class A>
 void add_chunks(const Work<A>& work, int64_t begin, int64_t end) {
+  const int64_t size = work.channels / work.groups;
   for (int64_t n = begin; n < end; ++n) {
     Sums* sums = work.sums + n * work.channels;
     std::fill_n(sums, work.channels, Sums{0, 0});
@@ -280,6 +282,9 @@ void add_chunks(const Work<A>& work, int64_t begin, int64_t end) {
         sums[c].dz += work.dbias[offset + c];
         sums[c].dz_x_hat += work.dweight[offset + c];
       }
+    }
+    for (int64_t c = 0; c < work.channels; ++c) {
+      sums[c].dz_x_hat *= work.rstd[n * work.groups + c / size];
     }
   }
 }
@@ -296,10 +301,20 @@ void combine_sums(const Work<A>& work, int64_t begin, int64_t end) {
       total.dz += sums[c].dz * weight[c];
       total.dz_x_hat += sums[c].dz_x_hat * weight[c];
     }
-    const double values = static_cast<double>(size * work.spatial);
-    work.offset[row] = static_cast<A>(total.dz / values);
-    work.slope[row] = static_cast<A>(total.dz_x_hat / values);
+    const double rstd = work.rstd[row], values = static_cast<double>(size * work.spatial);
+    work.offset[row] = static_cast<A>(rstd * total.dz / values);
+    work.slope[row] = static_cast<A>(rstd * rstd * total.dz_x_hat / values);
   }
+}
+
+// Writes value(i) to element start + i of dweight or dbias.
+template <class A, class Value>
+void write(void* to, Dtype dtype, int64_t start, int64_t width, Value value) {
+  if (to == nullptr) return;
+  with_type(dtype, [&](auto type) {
+    auto* out = static_cast<decltype(type)*>(to) + start;
+    for (int64_t i = 0; i < width; ++i) out[i] = static_cast<A>(value(i));
+  });
 }
 
 // dweight and dbias as the sum of part(0, c) to part(parts - 1, c), over the `fold` values c that
@@ -307,40 +322,33 @@ void combine_sums(const Work<A>& work, int64_t begin, int64_t end) {
 template <class A, class Part>
 void write_affine(const Backward& problem, int64_t parts, int64_t fold, Part part) {
   constexpr int64_t kWidth = 64;  // neighbouring channels at a time, for the sake of cache lines
-  auto write = [&](void* to, int64_t c, double value) {
-    if (to == nullptr) return;
-    with_type(problem.affine_dtype,
-              [&](auto type) { static_cast<decltype(type)*>(to)[c] = static_cast<A>(value); });
-  };
   auto channels = [&](int64_t begin, int64_t end) {
     for (int64_t start = begin; start < end; start += kWidth) {
       const int64_t width = std::min(kWidth, end - start);
       Sums total[kWidth] = {};
       for (int64_t s = 0; s < parts; ++s) {
-        for (int64_t i = 0; i < width * fold; ++i) {
-          const Sums sums = part(s, start * fold + i);
-          total[i / fold].dz += sums.dz;
-          total[i / fold].dz_x_hat += sums.dz_x_hat;
+        for (int64_t i = 0; i < width; ++i) {
+          for (int64_t c = (start + i) * fold; c < (start + i + 1) * fold; ++c) {
+            const Sums sums = part(s, c);
+            total[i].dz += sums.dz;
+            total[i].dz_x_hat += sums.dz_x_hat;
+          }
         }
       }
-      for (int64_t i = 0; i < width; ++i) {
-        write(problem.dweight, start + i, total[i].dz_x_hat);
-        write(problem.dbias, start + i, total[i].dz);
-      }
+      const Dtype dtype = problem.affine_dtype;
+      write<A>(problem.dweight, dtype, start, width, [&](int64_t i) { return total[i].dz_x_hat; });
+      write<A>(problem.dbias, dtype, start, width, [&](int64_t i) { return total[i].dz; });
     }
   };
   at::parallel_for(0, problem.channels, std::max(kWidth, grain(4 * parts * fold)), channels);
 }
 
-// Samples are cut in slices by the shape alone, so that the order of additions is that of the shape
-// too.  A thread goes through the samples of its slice, and through the groups of each, in the
+// A thread goes through the samples of its slice, and through the groups of each, in the
 // order of memory.
 template <class A>
 void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A>& kernels) {
-  const int64_t most = std::max<int64_t>(1, work.batch / kMinSlice);
-  const int64_t wanted = std::clamp<int64_t>(divide_up(kSliceRows, work.groups), 1, most);
-  work.slice = std::min(kMaxSlice, divide_up(work.batch, wanted));
-  const int64_t slices = divide_up(work.batch, work.slice);
+  work.slice = kSlice;
+  const int64_t slices = divide_up(work.batch, kSlice);
   const int64_t size = work.channels / work.groups;
   const bool affine = problem.dweight != nullptr || problem.dbias != nullptr;
   const Scratch<A> parts(affine ? 2 * slices * work.channels : 0);
@@ -353,14 +361,14 @@ void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A
       std::fill_n(work.dweight + offset, (last - first) * size, A{0});
       std::fill_n(work.dbias + offset, (last - first) * size, A{0});
     }
-    const int64_t stop = std::min(work.batch, (slice + 1) * work.slice);
-    for (int64_t n = slice * work.slice; n < stop; ++n) {
+    const int64_t stop = std::min(work.batch, (slice + 1) * kSlice);
+    for (int64_t n = slice * kSlice; n < stop; ++n) {
       kernels.sums(work, n * work.groups + first, n * work.groups + last);
       if (work.dinput == nullptr) continue;
       kernels.dinput(work, n * work.groups + first, n * work.groups + last);
     }
   };
-  at::parallel_for(0, slices * work.groups, grain(2 * size * work.slice),
+  at::parallel_for(0, slices * work.groups, grain(2 * size * std::min(work.batch, kSlice)),
                    [&](int64_t begin, int64_t end) {
                      while (begin < end) {
                        const int64_t slice = begin / work.groups, first = begin % work.groups;
@@ -402,7 +410,7 @@ void backward_of_channels(Work<A> work, const Backward& problem, const Kernels<A
   int64_t parts_size = 0;
   if (work.layout == Layout::kPixels) {
     cut(&work, work.spatial,
-        std::clamp(kGradientPixelChunk / work.channels, kMinGradientPixels, kMaxPixels));
+        std::clamp(kGradientPixelChunk / work.channels, kMinGradientPixels, kMaxGradientPixels));
     parts_size = work.batch * work.chunks * work.channels;
   }
   const Scratch<A> parts(2 * parts_size);

@@ -20,46 +20,60 @@ struct Varying {
   }
 };
 
-// The normalisation of a run.  The mean is subtracted first: no scale and shift is computed ahead,
-// since it would lose the digits that the two terms share.
-template <class A, template <class> class Statistic, template <class> class Affine>
+// weight * rstd where the weight varies.
+template <class A>
+struct VaryingScale {
+  Varying<A> weight;
+  Uniform<A> rstd;
+  template <class Part>
+  FXFUSE_INLINE Vector<A> at(int64_t i, Part part) const {
+    return weight.at(i, part) * rstd.value;
+  }
+};
+
+// z = (x - mean) * scale + bias along a run, where scale is weight * rstd.  The mean is subtracted
+// first: no scale and shift is computed ahead, since it would lose the digits that the two terms
+// share.
+template <class Mean, class Scale, class Bias>
 struct Normalization {
-  Statistic<A> mean, mean_low, rstd;
-  Affine<A> weight, bias;
+  Mean mean, mean_low;
+  Scale scale;
+  Bias bias;
 
   template <class T, class Part>
-  FXFUSE_INLINE Vector<A> x_hat(const T* x, int64_t i, Part part) const {
-    return ((load(x + i, part) - mean.at(i, part)) - mean_low.at(i, part)) * rstd.at(i, part);
+  FXFUSE_INLINE auto centre(const T* x, int64_t i, Part part) const {
+    return (load(x + i, part) - mean.at(i, part)) - mean_low.at(i, part);
   }
-  template <class Part>
-  FXFUSE_INLINE Vector<A> z(Vector<A> x_hat, int64_t i, Part part) const {
-    return x_hat * weight.at(i, part) + bias.at(i, part);
+  template <class V, class Part>
+  FXFUSE_INLINE V z(V centred, int64_t i, Part part) const {
+    return centred * scale.at(i, part) + bias.at(i, part);
   }
 };
 
 // The values of row `row` from channel `c` on, in the layout kElements.
 template <class A>
-FXFUSE_INLINE Normalization<A, Uniform, Varying> of_elements(const Work<A>& work, int64_t row,
-                                                             int64_t c) {
-  return {Uniform<A>(work.mean[row]), Uniform<A>(work.mean_low[row]), Uniform<A>(work.rstd[row]),
-          Varying<A>(work.weight + c), Varying<A>(work.bias + c)};
+FXFUSE_INLINE auto of_elements(const Work<A>& work, int64_t row, int64_t c) {
+  const Uniform<A> mean(work.mean[row]), mean_low(work.mean_low[row]), rstd(work.rstd[row]);
+  const VaryingScale<A> scale = {Varying<A>(work.weight + c), rstd};
+  return Normalization<Uniform<A>, VaryingScale<A>, Varying<A>>{mean, mean_low, scale,
+                                                                Varying<A>(work.bias + c)};
 }
 
 // The run of channel `c`.
 template <class A>
-FXFUSE_INLINE Normalization<A, Uniform, Uniform> of_run(const Work<A>& work, int64_t row,
-                                                        int64_t c) {
-  return {Uniform<A>(work.mean[row]), Uniform<A>(work.mean_low[row]), Uniform<A>(work.rstd[row]),
-          Uniform<A>(work.weight[c]), Uniform<A>(work.bias[c])};
+FXFUSE_INLINE auto of_run(const Work<A>& work, int64_t row, int64_t c) {
+  const Uniform<A> mean(work.mean[row]), mean_low(work.mean_low[row]);
+  const Uniform<A> scale(work.rstd[row] * work.weight[c]), bias(work.bias[c]);
+  return Normalization<Uniform<A>, Uniform<A>, Uniform<A>>{mean, mean_low, scale, bias};
 }
 
-// Values of the rows of a sample, repeated for every channel, so that a vector of a pixel may cross
-// groups.
+// Values of the rows of a sample, repeated for every channel and multiplied by its factor if there
+// is one, so that a vector of a pixel may cross groups.
 template <class A>
 class PerChannel {
  public:
-  PerChannel(const Work<A>& work, const A* of_rows)
-      : work_(work), of_rows_(of_rows), values_(work.channels) {}
+  PerChannel(const Work<A>& work, const A* of_rows, const A* factor = nullptr)
+      : work_(work), of_rows_(of_rows), factor_(factor), values_(work.channels) {}
 
   Varying<A> of_sample(int64_t n) {
     if (n != sample_) repeat(n);
@@ -71,41 +85,44 @@ class PerChannel {
     const int64_t size = work_.channels / work_.groups;
     for (int64_t g = 0; g < work_.groups; ++g) {
       const A value = of_rows_[n * work_.groups + g];
-      for (int64_t c = g * size; c < (g + 1) * size; ++c) values_[c] = value;
+      for (int64_t c = g * size; c < (g + 1) * size; ++c) {
+        values_[c] = factor_ == nullptr ? value : value * factor_[c];
+      }
     }
     sample_ = n;
   }
 
   const Work<A>& work_;
-  const A* of_rows_;
+  const A *of_rows_, *factor_;
   Buffer<A> values_;
   int64_t sample_ = -1;
 };
 
+// The pixels of a sample.
 template <class A>
-class PixelStatistics {
+class PixelNormalization {
  public:
-  explicit PixelStatistics(const Work<A>& work)
-      : work_(work),
-        mean_(work, work.mean),
+  explicit PixelNormalization(const Work<A>& work)
+      : mean_(work, work.mean),
         mean_low_(work, work.mean_low),
-        rstd_(work, work.rstd) {}
+        scale_(work, work.rstd, work.weight),
+        bias_(work.bias) {}
 
-  Normalization<A, Varying, Varying> of_sample(int64_t n) {
-    return {mean_.of_sample(n), mean_low_.of_sample(n), rstd_.of_sample(n),
-            Varying<A>(work_.weight), Varying<A>(work_.bias)};
+  auto of_sample(int64_t n) {
+    return Normalization<Varying<A>, Varying<A>, Varying<A>>{
+        mean_.of_sample(n), mean_low_.of_sample(n), scale_.of_sample(n), bias_};
   }
 
  private:
-  const Work<A>& work_;
-  PerChannel<A> mean_, mean_low_, rstd_;
+  PerChannel<A> mean_, mean_low_, scale_;
+  Varying<A> bias_;
 };
 
 template <class T, class Normalization, class Activation>
 FXFUSE_INLINE void output_run(const T* x, T* y, int64_t length, Normalization normalization,
                               Activation activation) {
   for_vectors<Accumulate<T>>(length, [=](int64_t i, auto part) __attribute__((always_inline)) {
-    const auto z = normalization.z(normalization.x_hat(x, i, part), i, part);
+    const auto z = normalization.z(normalization.centre(x, i, part), i, part);
     store(y + i, activation.value(z), part);
   });
 }
@@ -113,10 +130,10 @@ FXFUSE_INLINE void output_run(const T* x, T* y, int64_t length, Normalization no
 template <class T, class Activation>
 void output_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   const Activation activation(work.params);
-  PixelStatistics<Accumulate<T>> statistics(work);
+  PixelNormalization<Accumulate<T>> normalizations(work);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t n = item / work.chunks, start = item % work.chunks * work.chunk;
-    const auto normalization = statistics.of_sample(n);
+    const auto normalization = normalizations.of_sample(n);
     for (int64_t i = start; i < min(start + work.chunk, work.spatial); ++i) {
       const int64_t offset = (n * work.spatial + i) * work.channels;
       output_run(static_cast<const T*>(work.input) + offset, static_cast<T*>(work.output) + offset,
@@ -130,26 +147,24 @@ void output(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   if (work.layout == Layout::kPixels) return output_of_pixels<T, Activation>(work, begin, end);
   const Activation activation(work.params);
   const int64_t size = work.channels / work.groups, spatial = work.spatial;
-  // Counted rather than divided out for each item: a row may be as short as one value.
-  int64_t row = begin / work.chunks, k = begin % work.chunks, g = row % work.groups;
+  Counter chunk(begin, work.chunks), group(chunk.outer, work.groups);
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t start = k * work.chunk, stop = min(start + work.chunk, work.extent);
+    const int64_t row = chunk.outer, first = group.inner * size;  // channel
+    const int64_t start = chunk.inner * work.chunk, stop = min(start + work.chunk, work.extent);
     const T* x = static_cast<const T*>(work.input) + row * work.extent;
     T* y = static_cast<T*>(work.output) + row * work.extent;
     if (work.layout == Layout::kElements) {
-      output_run(x + start, y + start, stop - start, of_elements(work, row, g * size + start),
+      output_run(x + start, y + start, stop - start, of_elements(work, row, first + start),
                  activation);
     } else {
       int64_t c = start / spatial;
       for (int64_t i = start; i < stop; ++c) {
         const int64_t length = min((c + 1) * spatial, stop) - i;
-        output_run(x + i, y + i, length, of_run(work, row, g * size + c), activation);
+        output_run(x + i, y + i, length, of_run(work, row, first + c), activation);
         i += length;
       }
     }
-    if (++k < work.chunks) continue;
-    k = 0;
-    ++row;
-    if (++g == work.groups) g = 0;
+    chunk.next();
+    if (chunk.inner == 0) group.next();
   }
 }

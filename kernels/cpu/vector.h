@@ -27,6 +27,18 @@ constexpr int64_t kWidth = VectorOf<A>::kWidth;
 
 FXFUSE_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Counts items, each of which is outer * size + inner: a division takes as long as a short row.
+struct Counter {
+  int64_t size, outer, inner;
+  Counter(int64_t item, int64_t size) : size(size), outer(item / size), inner(item % size) {}
+  FXFUSE_INLINE void next() {
+    if (++inner == size) {
+      inner = 0;
+      ++outer;
+    }
+  }
+};
+
 // ---- What activation.h needs -------------------------------------------------------------------
 
 template <class V>
@@ -299,21 +311,23 @@ FXFUSE_INLINE void for_vectors(int64_t n, F f) {
 
 // Sum of the lanes, as a tree: the vector is folded in halves.
 template <class A, int kBytes>
-FXFUSE_INLINE A sum_halves(const void* lanes) {
-  if constexpr (kBytes == sizeof(A)) {
-    return *static_cast<const A*>(lanes);
-  } else {
-    typedef A Half __attribute__((vector_size(kBytes / 2)));
-    Half low, high;
-    __builtin_memcpy(&low, lanes, sizeof low);
-    __builtin_memcpy(&high, static_cast<const char*>(lanes) + sizeof low, sizeof high);
-    low += high;
-    return sum_halves<A, kBytes / 2>(&low);
+struct LaneSum {
+  typedef A Values __attribute__((vector_size(kBytes)));
+  typedef A Half __attribute__((vector_size(kBytes / 2)));
+  static FXFUSE_INLINE A of(Values v) {
+    if constexpr (kBytes == 2 * sizeof(A)) {
+      return v[0] + v[1];
+    } else {
+      Half low, high;
+      __builtin_memcpy(&low, &v, sizeof low);
+      __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+      return LaneSum<A, kBytes / 2>::of(low + high);
+    }
   }
-}
+};
 template <class A>
 FXFUSE_INLINE A sum_lanes(Vector<A> v) {
-  return sum_halves<A, FXFUSE_VECTOR_BYTES>(&v);
+  return LaneSum<A, FXFUSE_VECTOR_BYTES>::of(v);
 }
 
 // Keeps the compiler from making a product part of a fused multiply-add.

@@ -22,13 +22,14 @@ struct Moments {
 };
 
 struct Sums {
-  double dz, dz_x_hat;  // of dz, and of dz * x_hat
+  double dz, dz_x_hat;  // of dz, and of dz * (x - mean) * rstd
 };
 
-// A is the accumulate type.  With x_hat = (x - mean) * rstd, z = x_hat * weight + bias and
+// A is the accumulate type.  With scale = weight * rstd, z = (x - mean) * scale + bias and
 // dz = grad_output * f'(z), the gradient is
-//   dinput = rstd * (dz * weight - offset - x_hat * slope),
-// where offset and slope are the means over the row of dz * weight and of dz * weight * x_hat.
+//   dinput = dz * scale - offset - (x - mean) * slope,
+// where offset is the mean of dz * scale over the row, and slope that of dz * scale * (x - mean),
+// times rstd^2.
 template <class A>
 struct Work {
   Layout layout;
@@ -50,7 +51,8 @@ struct Work {
   void* dinput;
   A *offset, *slope;  // (rows)
   // Parts of the affine gradients, added up in A.  kElements: (slices, channels), a slice being
-  // `slice` samples, or null where not asked for.  kPixels: (batch, chunks, channels).
+  // `slice` samples, or null where not asked for.  kPixels: (batch, chunks, channels), dweight
+  // without the factor rstd.
   A *dweight, *dbias;
   int64_t slice;
   Sums* sums;  // kRuns, kPixels: (batch, channels)
