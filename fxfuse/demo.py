@@ -186,7 +186,7 @@ def _parts(model: Chain, optimized: nn.Module, x: Tensor) -> list[Part]:
             "chain",
             model,
             x,
-            floor_name="Linear alone",
+            floor_name="Linear",
             floor=lambda: model.linear(x),
             runs={"eager": model, "fused": optimized},
         ),

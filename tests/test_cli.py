@@ -19,7 +19,7 @@ def fxfuse(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def check_figures(figures: dict, runs: set[str], rtol: float) -> None:
     """Every run of both parts has an error and a time, and the errors are those of its dtype."""
-    floors = {"chain": "Linear alone", "tail": "copy"}
+    floors = {"chain": "Linear", "tail": "copy"}
     for part, floor in floors.items():
         errors = {entry["run"]: entry for entry in figures["errors"] if entry["part"] == part}
         assert set(errors) == runs
