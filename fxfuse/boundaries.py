@@ -7,6 +7,8 @@ own graph tells whether a chain may go on from its result, or may have begun bef
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 
@@ -43,11 +45,12 @@ class Boundaries:
     def opens(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module] | None:
         """The modules to go through to a chain that may go on from a module's result, or None."""
         output = next(iter(reversed(graph.nodes)))
-        result = output.args[0]
-        return self._leaves(result, module) if isinstance(result, fx.Node) else None
+        return self._leaves(output.args[0], module)
 
-    def _leaves(self, node: fx.Node, module: nn.Module) -> set[nn.Module] | None:
+    def _leaves(self, node: Any, module: nn.Module) -> set[nn.Module] | None:
         """The modules to go through to the chain that a value is amid, or None where it is not."""
+        if not isinstance(node, fx.Node):
+            return None
         if any(step(node, module) for fusion in self.table for step in fusion.steps[:-1]):
             return set()
         for fusion in self.table:
@@ -57,6 +60,8 @@ class Boundaries:
             return None
         child, graph = opaque
         inner = self.opens(child, graph)
+        if inner is None and node.args and self._passes(child, graph):
+            inner = self._leaves(node.args[0], module)
         return None if inner is None else {child, *inner}
 
     def _enters(self, reader: fx.Node, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
@@ -69,7 +74,21 @@ class Boundaries:
             return None
         child, graph = opaque
         inner = self._first(next(iter(graph.nodes)), child)
+        if inner is None and self._passes(child, graph):
+            inner = self._first(reader, module)
         return None if inner is None else {child, *inner}
+
+    def _passes(self, module: nn.Module, graph: fx.Graph) -> bool:
+        """Whether a module returns its first argument, whatever it does on the way."""
+        output = next(iter(reversed(graph.nodes)))
+        value = output.args[0]
+        while isinstance(value, fx.Node):
+            if value is next(iter(graph.nodes)):
+                return value.op == "placeholder"
+            parts = (fusion.transparent(value, module) for fusion in self.table)
+            part = next((part for part in parts if part is not None), None)
+            value = None if part is None else part.input
+        return False
 
     def _first(self, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
         found = (self._enters(reader, value, module) for reader in value.users)

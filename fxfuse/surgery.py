@@ -299,7 +299,7 @@ def _not_entered(module: nn.Module) -> Refusal | None:
 def _mentions_group_norm(module: nn.Module) -> bool:
     """Whether a module's code names group_norm, or functions that it names do."""
     held = itertools.chain.from_iterable(map(_functions, vars(module).values()))
-    return _code_names_group_norm(type(module)) or any(map(_names_group_norm, held))
+    return _code_names_group_norm(cast(Any, type(module))) or any(map(_names_group_norm, held))
 
 
 @functools.cache
