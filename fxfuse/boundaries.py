@@ -84,7 +84,7 @@ class Boundaries:
         value = output.args[0]
         while isinstance(value, fx.Node):
             if value is next(iter(graph.nodes)):
-                return value.op == "placeholder"
+                return bool(value.op == "placeholder")
             parts = (fusion.transparent(value, module) for fusion in self.table)
             part = next((part for part in parts if part is not None), None)
             value = None if part is None else part.input
