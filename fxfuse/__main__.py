@@ -110,7 +110,7 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _build(_: argparse.Namespace) -> int:
     start = time.monotonic()
     try:
-        path = library.build()
+        path = library.build(again=True)
     except library.BuildError as error:
         print(f"python -m fxfuse build: error: {error}", file=sys.stderr)
         return 1

@@ -88,7 +88,9 @@ class Recipe:
     @property
     def cuda_cflags(self) -> list[str]:
         """What nvcc is told."""
-        return ["-O3"] if self.cuda else []
+        # torch turns the 16-bit types' conversions off; the kernels are written with them.
+        kept = ["-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__"]
+        return ["-O3", *kept] if self.cuda else []
 
     @property
     def folder_name(self) -> str:
@@ -244,8 +246,8 @@ def _ninja_folder() -> str | None:
         return str(Path(found).parent) if found else None
 
 
-def _compile(what: Recipe, folder: Path) -> Path:
-    """Compiles and test-loads the library in a fresh folder."""
+def _compile(what: Recipe, folder: Path, log: Path) -> Path:
+    """Compiles and test-loads the library in a fresh folder; the log stays where that fails."""
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join(filter(None, [_ninja_folder(), environment.get("PATH")]))
     if what.cuda:
@@ -274,19 +276,28 @@ def _compile(what: Recipe, folder: Path) -> Path:
     )
     built = folder / "fxfuse.so"
     if process.returncode != 0 or not built.is_file():
-        log = Path(tempfile.gettempdir()) / f"fxfuse-build-{os.getpid()}.log"
         log.write_text(process.stdout)
-        errors = [line for line in process.stdout.splitlines() if "error" in line.lower()]
-        first = errors[0].strip() if errors else f"exit status {process.returncode}"
-        raise BuildError(f"the compilation failed: {first} (all of it: {log})")
+        raise BuildError(_failed(log))
     return built
 
 
-def build() -> Path:
+def _failed(log: Path) -> str:
+    lines = log.read_text().splitlines()
+    first = next((line.strip() for line in lines if "error" in line.lower()), "no library was made")
+    return (
+        f"the compilation failed: {first} (all of it: {log}; 'python -m fxfuse build' tries again)"
+    )
+
+
+def build(*, again: bool = False) -> Path:
     """Builds the library for this machine unless it is built already.
 
     Says once, on stderr, what it builds and how long it took. Processes that come at the same
     time wait for one of them; a build that was killed leaves nothing that a later one trips on.
+
+    Args:
+        again: Compile even if the compilation of the same sources has failed here before; else
+            every process would wait for it to fail once more.
 
     Returns:
         The path of the library.
@@ -302,12 +313,14 @@ def build() -> Path:
     if target.is_file():
         return target
     check_tools(what)
-    lock = folder / ".lock"
+    lock, log = folder / ".lock", folder / f"{what.file_name}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(lock, timeout=_LOCK_TIMEOUT):
             if target.is_file():
                 return target
+            if log.is_file() and not again:
+                raise BuildError(_failed(log))
             for stale in folder.glob("build-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             print(
@@ -318,7 +331,8 @@ def build() -> Path:
             start = time.monotonic()
             scratch = Path(tempfile.mkdtemp(prefix="build-", dir=folder))
             try:
-                os.replace(_compile(what, scratch), target)
+                os.replace(_compile(what, scratch, log), target)
+                log.unlink(missing_ok=True)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
             _say(f"built in {time.monotonic() - start:.0f} s")
