@@ -164,7 +164,10 @@ def _fake_backward(
         input, num_groups, weight, bias, eps, "identity", (), grad_output.dtype
     )[0]
     return (
-        torch.empty_like(dinput, dtype=input.dtype) if output_mask[0] else None,
+        # not empty_like: where sizes of 1 allow two orders it may choose the other one
+        dinput.new_empty_strided(dinput.size(), dinput.stride(), dtype=input.dtype)
+        if output_mask[0]
+        else None,
         torch.empty_like(weight) if output_mask[1] and weight is not None else None,
         torch.empty_like(bias) if output_mask[2] and bias is not None else None,
     )

@@ -141,13 +141,14 @@ inline at::MemoryFormat result_format(const Tensor& input) {
 }
 
 // An uninitialised result with the strides that eager's two operators give.  Where sizes of 1 make
-// contiguous and channels_last the same order, group_norm writes channels_last strides and the
-// activation after it contiguous ones.
+// contiguous and channels_last the same order, group_norm and hardtanh write channels_last strides
+// and the other activations contiguous ones.
 inline Tensor empty_result(const Tensor& input, at::ScalarType dtype, Activation activation) {
   const at::MemoryFormat format = result_format(input);
   const at::TensorOptions options = input.options().dtype(dtype);
   Tensor result = at::empty_symint(input.sym_sizes(), options, format);
-  if (activation != kIdentity && format != at::MemoryFormat::Contiguous && result.is_contiguous())
+  const bool keeps = activation == kIdentity || activation == kHardtanh;
+  if (!keeps && format != at::MemoryFormat::Contiguous && result.is_contiguous())
     result = at::empty_symint(input.sym_sizes(), options);
   return result;
 }

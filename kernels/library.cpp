@@ -130,12 +130,37 @@ Triple forward_default(const Tensor& input, int64_t num_groups, const MaybeTenso
   return {output, mean, rstd};
 }
 
+// The backward operator is handed what the forward one gave: a kernel would read past the end of
+// anything smaller.
+void check_given(const char* name, const Tensor& given, const Tensor& input, at::IntArrayRef shape,
+                 at::ScalarType dtype) {
+  TORCH_CHECK(
+      given.sizes() == shape && given.scalar_type() == dtype && given.device() == input.device(),
+      "fxfuse.", kBackwardOp, ": expected ", name, " of shape ", shape, " and dtype ", dtype,
+      " on ", input.device(), ", got ", given.sizes(), ", ", given.scalar_type(), ", ",
+      given.device());
+}
+
+CheckedActivation check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                 const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
+                                 const MaybeTensor& bias, double eps, c10::string_view activation,
+                                 at::ArrayRef<double> params) {
+  const at::ScalarType dtype = grad_output.scalar_type();
+  const CheckedActivation f =
+      check_arguments(kBackwardOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+  const at::ScalarType saved = accumulate_type(at::promote_types(input.scalar_type(), dtype));
+  check_given("grad_output", grad_output, input, input.sizes(), dtype);
+  check_given("mean", mean, input, {2, input.size(0), num_groups}, saved);
+  check_given("rstd", rstd, input, {input.size(0), num_groups}, saved);
+  return f;
+}
+
 Triple backward_default(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                         const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
                         const MaybeTensor& bias, double eps, c10::string_view activation,
                         at::ArrayRef<double> params, std::array<bool, 3> output_mask) {
-  const CheckedActivation f = check_arguments(kBackwardOp, input, num_groups, weight, bias, eps,
-                                              activation, params, grad_output.scalar_type());
+  const CheckedActivation f = check_backward(grad_output, input, mean, rstd, num_groups, weight,
+                                             bias, eps, activation, params);
   output_mask[1] &= defined(weight);
   output_mask[2] &= defined(bias);
   Tensor dinput, dweight, dbias;
@@ -220,8 +245,8 @@ struct Kernels {
     if (!has_kernel(input) || input.numel() == 0)
       return backward_default(grad_output, input, mean, rstd, num_groups, weight, bias, eps,
                               activation, params, output_mask);
-    const CheckedActivation f = check_arguments(kBackwardOp, input, num_groups, weight, bias, eps,
-                                                activation, params, grad_output.scalar_type());
+    const CheckedActivation f = check_backward(grad_output, input, mean, rstd, num_groups, weight,
+                                               bias, eps, activation, params);
     output_mask[1] &= defined(weight);
     output_mask[2] &= defined(bias);
     Backward p{};
@@ -229,6 +254,7 @@ struct Kernels {
         fill(p, input, num_groups, weight, bias, eps, f, grad_output.scalar_type());
     const Tensor dy =
         grad_output.to(to_scalar_type(p.output_dtype)).contiguous(result_format(input));
+    const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
     const at::TensorOptions affine_options = input.options().dtype(operands.affine_dtype);
     Tensor dinput, dweight, dbias;
     if (output_mask[0])
@@ -236,8 +262,8 @@ struct Kernels {
     if (output_mask[1]) dweight = at::empty({p.channels}, affine_options);
     if (output_mask[2]) dbias = at::empty({p.channels}, affine_options);
     p.grad_output = dy.const_data_ptr();
-    p.mean = mean.const_data_ptr();
-    p.rstd = rstd.const_data_ptr();
+    p.mean = means.const_data_ptr();
+    p.rstd = rstds.const_data_ptr();
     if (output_mask[0]) p.dinput = dinput.data_ptr();
     if (output_mask[1]) p.dweight = dweight.data_ptr();
     if (output_mask[2]) p.dbias = dbias.data_ptr();
@@ -437,6 +463,7 @@ TORCH_LIBRARY_IMPL(fxfuse, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(fxfuse, AutocastCUDA, m) { m.impl(kOp, autocast_cuda); }
 
-TORCH_LIBRARY_IMPL(fxfuse, FuncTorchBatched, m) { m.impl(kOp, eager); }
+// torch.func, which refuses an autograd formula in C++, sees eager's operators instead.
+TORCH_LIBRARY_IMPL(fxfuse, FuncTorchDynamicLayerFrontMode, m) { m.impl(kOp, eager); }
 
 }  // namespace fxfuse
