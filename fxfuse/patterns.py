@@ -24,8 +24,9 @@ from fxfuse.rewrite import Fusion, FusionReport, Match, Part, Reason, Refusal
 def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "keep") -> FusionReport:
     """Replaces every GroupNorm and the activation after it in a graph by one operator, in place.
 
-    Results, gradients, `state_dict` and submodules stay what they were; only nodes change.  Running
-    it twice changes nothing.
+    Results, gradients, `state_dict` and submodules stay what they were; only nodes change.  Tensors
+    are read when the graph runs; numbers such as eps and bounds, and which modules carry hooks, are
+    read now.  Running it twice changes nothing.
 
     Args:
         graph_module: What `torch.fx.symbolic_trace` returns, or a graph made by hand.

@@ -275,17 +275,15 @@ def _inspect(
     node: fx.Node, root: nn.Module, fusions: Sequence[Fusion], order: dict[fx.Node, int]
 ) -> Site | None:
     """The site of the chain that begins at a node, or None where none does."""
-    best: _Chain | None = None
+    first: _Chain | None = None
     for fusion in fusions:
         chain = _Chain.follow(fusion, node, root, order)
         if chain is None:
             continue
-        # Of several refusals the one of the row that came furthest says most.
-        if best is None or len(chain.parts) > len(best.parts) or chain.refusal is None:
-            best = chain
         if chain.refusal is None:
-            break
-    return None if best is None else best.site()
+            return chain.site()
+        first = first or chain
+    return None if first is None else first.site()
 
 
 @dataclass

@@ -220,6 +220,7 @@ def assert_refused(function: Callable[[Any, Tensor], Any], *codes: str) -> None:
         ("cast", lambda m, y, x: F.relu(y.to(torch.float32))),
         ("cast", lambda m, y, x: F.relu(y.type(x.dtype))),
         ("cast", lambda m, y, x: F.relu(y.to("cpu"))),
+        ("cast", lambda m, y, x: F.relu(y.to(None))),
         ("graph_output", lambda m, y, x: [y]),
     ],
 )
@@ -444,6 +445,28 @@ def test_reader_before_an_activation_in_place() -> None:
     assert_refused(function, "other_reader")
 
 
+def test_reader_between_an_alias_and_an_activation_in_place() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        z = F.dropout(y, 0.0)
+        w = y * 2
+        z.relu_()
+        return w + y
+
+    assert_refused(function, "other_reader")
+
+
+def test_reader_that_was_added_last_and_stands_first() -> None:
+    graph = fx.Graph()
+    y = graph.call_module("norm", (graph.placeholder("x"),))
+    z = graph.call_method("relu_", (y,))
+    with graph.inserting_before(z):
+        w = graph.call_function(operator.mul, (y, 2))
+    graph.output((w, z))
+    report = fuse(fx.GraphModule(nn.ModuleDict({"norm": nn.GroupNorm(2, 4)}), graph))
+    assert [site.code for site in report.sites] == ["other_reader"]
+
+
 def test_view_before_an_activation_in_place() -> None:
     def function(m: Any, x: Tensor) -> Any:
         y = m.norm(x)
@@ -468,7 +491,7 @@ def test_write_to_the_input_in_between() -> None:
     def function(m: Any, x: Tensor) -> Any:
         x = x * 1
         y = m.norm(x)
-        x.add_(1)
+        x.exp_()
         return F.hardtanh(y) + x
 
     model = Function(function)
@@ -678,6 +701,16 @@ def test_view_of_the_result(after: Callable[[Tensor], Tensor], kept: bool) -> No
     fused = trace(Function(lambda m, x: after(F.relu(m.norm(x)))))
     assert fuse(fused).matched == 1
     assert ("channels_last = 'eager'" in fused.code) is not kept
+
+
+def test_view_called_as_a_function() -> None:
+    graph = fx.Graph()
+    y = graph.call_module("norm", (graph.placeholder("x"),))
+    z = graph.call_function(F.relu, (y,))
+    graph.output(graph.call_function(torch.Tensor.view, (z, -1)))
+    fused = fx.GraphModule(nn.ModuleDict({"norm": nn.GroupNorm(2, 4)}), graph)
+    assert fuse(fused).matched == 1
+    assert "channels_last = 'eager'" in fused.code
 
 
 def test_view_after_an_activation_in_place() -> None:
