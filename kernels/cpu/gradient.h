@@ -13,7 +13,8 @@ FXFUSE_INLINE Vector<Accumulate<T>> gradient_of_z(Vector<Accumulate<T>> centred,
   return keep<Accumulate<T>>(activation.grad(z, load(dy + i, part)), part);
 }
 
-// The sums over a run of term(dz, centred, i, part) and of it times x - mean.
+// The sums over a run of term(dz, centred, i, part) and of it times x - mean: the second one is
+// dz_x_hat but for the factor rstd.
 template <class T, class Normalization, class Activation, class Term>
 FXFUSE_INLINE Sums sum_run(const T* x, const T* dy, int64_t length,
                            const Normalization& normalization, const Activation& activation,
@@ -22,8 +23,8 @@ FXFUSE_INLINE Sums sum_run(const T* x, const T* dy, int64_t length,
   Sums total = {0, 0};
   for (int64_t start = 0; start < length; start += kBlock) {
     const int64_t stop = min(start + kBlock, length);
-    Vector<A> sum[2] = {},
-              product[2] = {};  // two of each, so that an addition need not wait for the last
+    // Two of each, so that an addition need not wait for the last.
+    Vector<A> sum[2] = {}, product[2] = {};
     auto add = [&](int64_t i, int j, auto part) __attribute__((always_inline)) {
       const auto centred = keep<A>(normalization.centre(x, i, part), part);
       const auto dz = gradient_of_z(centred, dy, i, part, normalization, activation);
