@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse import tracing
-from fxfuse.rewrite import Fusion
+from fxfuse.rewrite import Fusion, Reader
 from fxfuse.tracing import Untraceable
 
 
@@ -51,7 +51,7 @@ class Boundaries:
         """The modules to go through to the chain that a value is amid, or None where it is not."""
         if not isinstance(node, fx.Node):
             return None
-        if any(step(node, module) for fusion in self.table for step in fusion.steps[:-1]):
+        if any(_reads(step, node, module) for f in self.table for step in f.steps[:-1]):
             return set()
         for fusion in self.table:
             if (part := fusion.transparent(node, module)) is not None and part.input is not None:
@@ -66,7 +66,7 @@ class Boundaries:
 
     def _enters(self, reader: fx.Node, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
         """The modules to go through to the step that reads a value, or None where none does."""
-        if any(step(reader, module) for fusion in self.table for step in fusion.steps[1:]):
+        if any(_reads(step, reader, module) for f in self.table for step in f.steps[1:]):
             return set()
         if any(fusion.transparent(reader, module) for fusion in self.table):
             return self._first(reader, module)
@@ -103,6 +103,12 @@ class Boundaries:
             self.graphs[child] = _graph(child)
         graph = self.graphs[child]
         return None if graph is None else (child, graph)
+
+
+def _reads(step: Reader, node: fx.Node, module: nn.Module) -> bool:
+    """Whether a step could take a node as it is, and not only what is inside of it."""
+    part = step(node, module)
+    return part is not None and part.refusal is None
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:

@@ -126,7 +126,8 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
     torch.manual_seed(0)
     if settings.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
-    progress = Progress(console=Console(stderr=True), transient=True)
+    stderr = Console(stderr=True)
+    progress = Progress(console=stderr, transient=True, disable=not stderr.is_terminal)
     on_device = torch.cuda.device(settings.device) if settings.device.type == "cuda" else None
     with torch.no_grad(), progress, on_device or contextlib.nullcontext():
         out.print(str(settings), highlight=False)

@@ -228,7 +228,8 @@ class _Operation:
         if not self.available:
             found = [s.with_reason(Reason.LIBRARY_UNAVAILABLE) if s.match else s for s in found]
         found = [dataclasses.replace(site, match=None) for site in found]
-        norms = {module.get_submodule(site.module) for site in found if site.module}
+        # A functional norm's module is the one around it, which may be a kind of GroupNorm.
+        norms = {module.get_submodule(site.module or "") for site in found}
         if variants:
             plan = Plan(tuple(variants), tuple(found), norms)
             try:

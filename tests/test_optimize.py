@@ -942,7 +942,19 @@ def norm_last() -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, 12), nn.GroupNorm(4, 12))
 
 
+class FunctionalNorm(nn.GroupNorm):
+    """As timm has it: a GroupNorm whose forward is written anew."""
+
+    fast = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast:
+            return x
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
 CROSSINGS = {
+    "functional norm of a subclass": lambda: nn.Sequential(FunctionalNorm(4, 12), nn.ReLU()),
     "norm ends a child": lambda: Around(norm_last(), nn.ReLU()),
     "function after a child": lambda: Around(norm_last(), F.silu),
     "activation begins a child": lambda: Around(nn.GroupNorm(4, 12), nn.Sequential(nn.ReLU())),
@@ -978,6 +990,8 @@ def test_chains_that_cross_a_boundary(name: str) -> None:
         lambda m: setattr(m.first, "forward", lambda x: x),
         lambda m: setattr(m, "first", nn.Identity()),
         lambda m: setattr(m.first, "1", nn.Identity()),
+        lambda m: nn.init.zeros_(m.first[1].bias),
+        lambda m: setattr(m.first[1], "eps", 0.5),
     ],
 )
 def test_an_edit_of_an_inlined_child_shows(edit: Any) -> None:
