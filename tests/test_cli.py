@@ -1,6 +1,7 @@
 """The command line, run as a user runs it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,20 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--shape", "64", "96", "128", "16", "--device", "cpu"]
+SMALL = ["--shape", "64", "96", "128", "16"]
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 
-def fxfuse(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fxfuse", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def fxfuse(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fxfuse", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def check_figures(figures: dict, runs: set[str], rtol: float) -> None:
@@ -26,17 +35,21 @@ def check_figures(figures: dict, runs: set[str], rtol: float) -> None:
         for entry in errors.values():
             assert 0 < entry["relative"] < rtol
             assert 0 < entry["max_abs"] < 4 * rtol  # no value is beyond Hardtanh's 2
-        times = {entry["run"]: entry for entry in figures["times"] if entry["part"] == part}
-        assert set(times) == runs | {floor}
-        for entry in times.values():
+        times = [entry for entry in figures["times"] if entry["part"] == part]
+        caches = ("cold", "hot") if figures["settings"]["device"].startswith("cuda") else (None,)
+        expected = {(run, cache) for run in runs | {floor} for cache in caches}
+        assert {(entry["run"], entry["l2"]) for entry in times} == expected
+        for entry in times:
             low, high = entry["quartiles_s"]
             assert 0 < low <= entry["median_s"] <= high
             assert entry["repeats"] >= 3
 
 
-def test_demo_shows_graphs_report_errors_and_times(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_demo_shows_graphs_report_errors_and_times(device, tmp_path):
     file = tmp_path / "figures.json"
-    result = fxfuse("demo", *SMALL, "--no-inductor", "--json", str(file))
+    options = ["--no-inductor", "--device", device, "--json", str(file)]
+    result = fxfuse("demo", *SMALL, *options)
     assert result.returncode == 0, result.stderr
     before, after = result.stdout.split("The graph after fxfuse.fuse")
     assert "call_module[target=group_norm]" in before
@@ -56,21 +69,64 @@ def test_demo_shows_graphs_report_errors_and_times(tmp_path):
 
 
 def test_demo_writes_only_json_to_stdout_if_asked():
-    result = fxfuse("demo", *SMALL, "--no-inductor", "--json", "-", "--dtype", "bfloat16")
+    options = ["--no-inductor", "--device", "cpu", "--dtype", "bfloat16", "--json", "-"]
+    result = fxfuse("demo", *SMALL, *options)
     assert result.returncode == 0, result.stderr
     check_figures(json.loads(result.stdout), {"eager", "fused"}, rtol=1e-2)
     assert "Time of the whole chain" in result.stderr
 
 
-def test_demo_with_inductor_compares_it_or_says_why_not(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_demo_with_inductor_compares_it_or_says_why_not(device, tmp_path):
     file = tmp_path / "figures.json"
-    result = fxfuse("demo", *SMALL, "--json", str(file))
+    result = fxfuse("demo", *SMALL, "--device", device, "--json", str(file))
     assert result.returncode == 0, result.stderr
     figures = json.loads(file.read_text())
     absent = figures["absent"]["tail"]
     if absent:
         assert absent["inductor"] in result.stdout
     check_figures(figures, {"eager", "fused"} | ({"inductor"} - set(absent)), rtol=1e-6)
+
+
+@NEEDS_CUDA
+def test_demo_with_tf32_multiplies_with_fewer_digits():
+    options = ["--no-inductor", "--device", "cuda", "--json", "-", "--tf32"]
+    result = fxfuse("demo", "--shape", "256", "1024", "1024", "16", *options)
+    assert result.returncode == 0, result.stderr
+    errors = {(e["part"], e["run"]): e["relative"] for e in json.loads(result.stdout)["errors"]}
+    assert 1e-5 < errors["chain", "fused"] < 1e-2
+    assert errors["tail", "fused"] < 1e-6
+
+
+def test_build_prints_the_library_and_doctor_finds_it():
+    built = fxfuse("build")
+    assert built.returncode == 0, built.stderr
+    path = built.stdout.split()[0]
+    assert Path(path).is_file()
+    doctor = fxfuse("doctor")
+    assert doctor.returncode == 0
+    assert path in doctor.stdout
+    assert torch.__version__ in doctor.stdout
+
+
+def test_build_and_doctor_say_what_is_missing(tmp_path):
+    environment = {"CXX": "no-such-compiler", "FXFUSE_CACHE": str(tmp_path)}
+    built = fxfuse("build", **environment)
+    assert built.returncode == 1
+    assert "'no-such-compiler' was not found" in built.stderr
+    assert len(built.stderr.splitlines()) == 1
+    doctor = fxfuse("doctor", **environment)
+    assert doctor.returncode == 1
+    assert "'no-such-compiler' was not found" in doctor.stdout
+
+
+def test_demo_where_nothing_can_be_built_says_so(tmp_path):
+    environment = {"CXX": "no-such-compiler", "FXFUSE_CACHE": str(tmp_path)}
+    result = fxfuse("demo", *SMALL, "--device", "cpu", **environment)
+    assert result.returncode == 1
+    assert "'no-such-compiler' was not found" in result.stderr
+    assert "nothing was fused; the report says why" in result.stderr
+    assert "0 fused" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -97,7 +153,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(arguments, message):
     assert result.stdout == ""
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_asked_for_where_there_is_none():
     result = fxfuse("demo", "--device", "cuda")
     assert result.returncode == 2
