@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -127,7 +127,10 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
     if settings.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
     stderr = Console(stderr=True)
-    progress = Progress(console=stderr, transient=True, disable=not stderr.is_terminal)
+    # Redrawn only when told: a thread that draws would take a core from what is timed.
+    progress = Progress(
+        console=stderr, transient=True, disable=not stderr.is_terminal, auto_refresh=False
+    )
     on_device = torch.cuda.device(settings.device) if settings.device.type == "cuda" else None
     with torch.no_grad(), progress, on_device or contextlib.nullcontext():
         out.print(str(settings), highlight=False)
@@ -137,7 +140,7 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
             settings.rows, settings.in_features, device=settings.device, dtype=settings.dtype
         )
 
-        progress.update(step, description="fusing (the first time builds the library)")
+        _show(progress, step, "fusing (the first time builds the library)")
         traced = torch.fx.symbolic_trace(model)
         _section(out, "The graph", str(traced.graph))
         fxfuse.fuse(traced)
@@ -152,11 +155,11 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
         parts = _parts(model, optimized, x)
         if settings.inductor:
             for part in parts:
-                progress.update(step, description=f"compiling the {part.name} with Inductor")
+                _show(progress, step, f"compiling the {part.name} with Inductor")
                 _add_inductor(part)
         errors = []
         for part in parts:
-            progress.update(step, description=f"comparing the {part.name} with float64")
+            _show(progress, step, f"comparing the {part.name} with float64")
             errors += _errors(part)
         out.print("", _error_table(errors), sep="\n")
         progress.remove_task(step)
@@ -170,6 +173,10 @@ def run(settings: Settings, out: Console, json_file: str | None = None) -> int:
     if json_file is not None:
         _write_json(json_file, settings, errors, times, parts)
     return 0
+
+
+def _show(progress: Progress, step: TaskID, what: str) -> None:
+    progress.update(step, description=what, refresh=True)
 
 
 def _section(out: Console, title: str, text: str) -> None:
@@ -252,7 +259,7 @@ def _times(part: Part, l2: str | None, progress: Progress) -> list[Time]:
         start = time.perf_counter()
         for done in range(MAX_ROUNDS):
             elapsed = time.perf_counter() - start
-            progress.update(task, completed=elapsed)
+            progress.update(task, completed=elapsed, refresh=True)
             if done >= MIN_ROUNDS and elapsed > SECONDS_PER_TABLE:
                 break
             for name, clock in clocks.items():
