@@ -14,7 +14,6 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
@@ -374,7 +373,7 @@ def reference(
     dtype = operands.input.dtype if dtype is None else dtype
     wide = np.longdouble if operands.input.dtype == torch.float64 else np.float64
     x = to_array(operands.input, wide)
-    batch, channels = x.shape[:2]
+    channels = x.shape[1]
 
     def per_channel(t: Tensor | None, missing: float) -> Array:
         a = np.full(channels, missing, wide) if t is None else to_array(t, wide)
@@ -427,11 +426,17 @@ def ulp(size: Array | float, dtype: torch.dtype) -> Array:
 
 
 def errors(got: Tensor, want: Array) -> Array:
-    """|got - want|: 0 where both are NaN or the same infinity, NaN where only one is NaN."""
+    """|got - want|, NaN where only one is NaN.
+
+    0 where both are NaN or the same infinity, and where got is the infinity that stands in its
+    dtype for a value beyond the dtype's range.
+    """
     a = to_array(got, want.dtype)
     assert a.shape == want.shape, f"shape {a.shape} where {want.shape} is right"
+    beyond = np.abs(want) > torch.finfo(got.dtype).max
     with np.errstate(invalid="ignore"):
         same = (a == want) | (np.isnan(a) & np.isnan(want))
+        same |= beyond & (a == np.copysign(np.inf, want))
         return np.where(same, 0, np.abs(a - want))
 
 
