@@ -180,3 +180,4 @@ def _register_fakes() -> None:
 
 
 library.on_load(_register_fakes)
+library.load_existing()  # at import, so that saved programs open
