@@ -467,6 +467,20 @@ def test_reader_that_was_added_last_and_stands_first() -> None:
     assert [site.code for site in report.sites] == ["other_reader"]
 
 
+def test_activation_in_place_that_was_added_last_and_stands_first() -> None:
+    graph = fx.Graph()
+    y = graph.call_module("norm", (graph.placeholder("x"),))
+    z = graph.call_function(operator.mul, (y, 2))
+    with graph.inserting_before(z):
+        graph.call_method("relu_", (y,))
+    graph.output(z)
+    fused = fx.GraphModule(nn.ModuleDict({"norm": nn.GroupNorm(2, 4)}), graph)
+    x = torch.randn(2, 4)
+    expected = fused(x)
+    assert fuse(fused).matched == 1
+    torch.testing.assert_close(fused(x), expected)
+
+
 def test_view_before_an_activation_in_place() -> None:
     def function(m: Any, x: Tensor) -> Any:
         y = m.norm(x)
@@ -677,6 +691,16 @@ def test_casts_that_change_nothing() -> None:
     assert [node.target for node in fused.graph.nodes if node.op == "call_method"] == ["float"]
     x = torch.randn(2, 4)
     torch.testing.assert_close(fused(x), model(x))
+
+
+def test_casts_that_autocast_or_a_hook_would_make_real() -> None:
+    # Under CUDA autocast group_norm gives float32 whatever it is given.
+    assert_refused(lambda m, x: F.relu(m.norm(x.half()).half()), "cast")
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.GroupNorm(2, 4))
+    model[0].register_forward_hook(lambda module, args, y: y.double())
+    root = Function(lambda m, x: F.relu(m.model(x.float()).float()))
+    root.model = model
+    assert [site.code for site in fuse(trace(root)).sites] == ["hooks", "cast"]
 
 
 def test_casts_known_from_meta() -> None:
