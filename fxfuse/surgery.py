@@ -227,7 +227,12 @@ class _Operation:
                 break
         if not self.available:
             found = [s.with_reason(Reason.LIBRARY_UNAVAILABLE) if s.match else s for s in found]
-        found = [dataclasses.replace(site, match=None) for site in found]
+        found = [
+            dataclasses.replace(site, match=None)
+            for site in found
+            # A subclass of GroupNorm whose own graph has a norm is not a norm but a module.
+            if site.code != Reason.SUBCLASS.code or not self._has_sites(module, site)
+        ]
         # A functional norm's module is the one around it, which may be a kind of GroupNorm.
         norms = {module.get_submodule(site.module or "") for site in found}
         if variants:
@@ -262,8 +267,15 @@ class _Operation:
         sites = rewrite.apply(trace.graph, module, self.table, analyse_only=True)
         return sum(site.match is not None for site in sites)
 
+    def _has_sites(self, module: nn.Module, site: Site) -> bool:
+        return bool(self.sites.get(module.get_submodule(site.module or "")))
+
     def _refuse(self, module: nn.Module, refusal: Refusal) -> None:
         """A site for each norm that a module would have called."""
+        # A chain that might have gone on in it ends for the same reason.
+        for child in self.open.intersection(module.modules()):
+            self.sites[child] = [_ends(site, refusal) for site in self.sites[child]]
+            self.open.remove(child)
         norms = [
             (path, m)
             for path, m in module.named_modules()
@@ -360,6 +372,12 @@ def _norm_site(norm: nn.GroupNorm, path: str, refusal: Refusal) -> Site:
 
 def _below(path: str, site: Site) -> Site:
     return dataclasses.replace(site, module=".".join(filter(None, (path, site.module))))
+
+
+def _ends(site: Site, refusal: Refusal) -> Site:
+    if site.code != Reason.GRAPH_OUTPUT.code:
+        return site
+    return dataclasses.replace(site, code=refusal.reason.code, reason=refusal.sentence)
 
 
 def _already(site: Site) -> Site:

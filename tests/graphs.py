@@ -45,11 +45,18 @@ GROUP_NORMS: dict[str, Callable[..., Tensor]] = {
 # The CPU backward of torch 2.13 raises where the bias has a gradient and there is no weight.
 _BIAS_ALONE = ("F.group_norm(x, g, bias=)", "torch.group_norm(x, g, None, b)")
 
+
+def without_bias(module: nn.Module) -> nn.Module:
+    """What the argument `bias=False`, which not every torch has, makes of a norm."""
+    module.register_parameter("bias", None)
+    return module
+
+
 # Called with the number of groups, the number of channels and an eps.
 GROUP_NORM_MODULES: dict[str, Callable[..., nn.Module]] = {
     "nn.GroupNorm": lambda g, c, e: nn.GroupNorm(g, c, e),
     "nn.GroupNorm(affine=False)": lambda g, c, e: nn.GroupNorm(g, c, e, affine=False),
-    "nn.GroupNorm(bias=False)": lambda g, c, e: nn.GroupNorm(g, c, e, bias=False),
+    "nn.GroupNorm without bias": lambda g, c, e: without_bias(nn.GroupNorm(g, c, e)),
 }
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1013,6 +1013,47 @@ def test_children_that_are_not_inlined() -> None:
         torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
+class Bottleneck(nn.Module):
+    """As timm has it: a norm of its own kind, and one behind which a shortcut is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.act1 = FunctionalNorm(4, 12), nn.ReLU(inplace=True)
+        self.norm2, self.act2 = FunctionalNorm(4, 12), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act1(self.norm1(x))
+        y = self.norm2(y)
+        y += x
+        return self.act2(y)
+
+
+def test_every_norm_is_reported_once() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = FunctionalNorm(4, 12)
+            self.act = nn.ReLU()
+            self.blocks = nn.Sequential(Bottleneck(), Bottleneck())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.stem(x))
+            return self.blocks(x) if x.sum() > 0 else x
+
+    model = Network()
+    optimized = fxfuse.optimize(model)
+    report = fxfuse.report(optimized)
+    assert {site.module: site.code for site in report.sites} == {
+        "stem": "untraceable",  # for the forward with its activation
+        "blocks.0.norm1": "fused",
+        "blocks.0.norm2": "graph_output",
+        "blocks.1.norm1": "fused",
+        "blocks.1.norm2": "graph_output",
+    }
+    assert len(report.sites) == 5
+    assert_same(model, optimized, inputs())
+
+
 # ---- random models --------------------------------------------------------------------------
 
 
