@@ -364,7 +364,8 @@ def subclass(cls: type, body: dict[str, Any], *marks: type) -> type:
     names = ("__module__", "__qualname__", "__doc__")
     body = {**{name: getattr(cls, name, None) for name in names}, **body}
     try:
-        return type(cls)(cls.__name__, (_Bare, *marks, cls), body)
+        bare = () if issubclass(cls, _Bare) else (_Bare,)
+        return type(cls)(cls.__name__, (*bare, *marks, cls), body)
     except Exception as error:
         raise TypeError(f"{cls.__qualname__} cannot be subclassed: {error}") from error
 
