@@ -68,17 +68,17 @@ inline void check_affine(const char* op, const char* name, const MaybeTensor& af
               " of dtype ", from, ", got ", dtype);
 }
 
-// A bound as the activation will compare it, after eager's own conversion to the result's dtype:
-// on the CPU a finite bound that the dtype cannot hold is an error.
+// A bound as the activation will compare it, after eager's own conversion to the result's dtype: a
+// finite bound that the dtype, or on CUDA float for a 16-bit one, cannot hold is an error.
 inline double round_bound(double bound, at::ScalarType dtype, bool cpu) {
   const at::Scalar scalar(bound);
   switch (dtype) {
     case at::kHalf:
-      return cpu ? scalar.to<at::Half>() : at::Half(static_cast<float>(bound));
+      return cpu ? scalar.to<at::Half>() : at::Half(scalar.to<float>());
     case at::kBFloat16:
-      return cpu ? scalar.to<at::BFloat16>() : at::BFloat16(static_cast<float>(bound));
+      return cpu ? scalar.to<at::BFloat16>() : at::BFloat16(scalar.to<float>());
     case at::kFloat:
-      return cpu ? scalar.to<float>() : static_cast<float>(bound);
+      return scalar.to<float>();
     default:
       return bound;
   }
