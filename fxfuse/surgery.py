@@ -551,7 +551,9 @@ def _fused_class(cls: Any) -> type:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        # torch.compile goes through here and keeps the fusion and its guards; an exported program
+        # is to run where there is no fxfuse.
+        if not torch.compiler.is_exporting():
             plan = self.__dict__.get(_PLAN)
             if plan is not None and (found := plan.find(args, kwargs)) is not None:
                 run, tensors = found

@@ -835,7 +835,7 @@ def test_wrong_argument() -> None:
 # ---- other doors ----------------------------------------------------------------------------
 
 
-def test_jit_trace_jit_script_fx_and_compile_see_the_plain_model() -> None:
+def test_jit_trace_jit_script_fx_and_export_see_the_plain_model() -> None:
     model = sequential().eval()
     optimized = fxfuse.optimize(model)
     x = inputs()
@@ -843,10 +843,29 @@ def test_jit_trace_jit_script_fx_and_compile_see_the_plain_model() -> None:
     torch.testing.assert_close(torch.jit.trace(optimized, x)(x), expected)
     torch.testing.assert_close(torch.jit.script(optimized)(x), expected)
     torch.testing.assert_close(fx.symbolic_trace(optimized)(x), expected)
-    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected)
-    torch.testing.assert_close(torch.export.export(optimized, (x,)).module()(x), expected)
+    for strict in (False, True):
+        program = torch.export.export(optimized, (x,), strict=strict)
+        assert "fxfuse" not in program.graph_module.code
+        torch.testing.assert_close(program.module()(x), expected)
     assert fused(optimized) == 1
+
+
+def test_torch_compile_keeps_the_fusion_and_its_guards() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(sequential(), Block())
+    optimized = fxfuse.optimize(model)
+    compiled = torch.compile(optimized, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(inputs()), model(inputs()))
+    assert graphs[0].code.count("torch.ops.fxfuse.group_norm_activation") == 2
+    for m in (model, optimized):
+        m[0][2].max_val = 0.1
+    torch.testing.assert_close(compiled(inputs()), model(inputs()))
+    assert graphs[1].code.count("torch.ops.fxfuse.group_norm_activation") == 1
 
 
 def test_functional_call_and_vmap_over_parameters() -> None:
