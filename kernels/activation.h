@@ -56,7 +56,9 @@ struct SiLU {
   FXFUSE_INLINE explicit SiLU(const double*) : one(broadcast<V>(1.0)) {}
   FXFUSE_INLINE V value(V z) const { return z / (one + exponential(-z)); }
   FXFUSE_INLINE V grad(V z, V dy) const {
-    V s = one / (one + exponential(-z));
-    return dy * s * (one + z * (one - s));
+    V e = exponential(-z), s = one / (one + e);
+    // 1 - s, which for large z would be what the rounding of s left, times z.
+    V rest = select(z > V{}, e * s, one - s);
+    return dy * s * (one + z * rest);
   }
 };
