@@ -28,11 +28,7 @@ class ActivationOf {
  public:
   FXFUSE_INLINE explicit ActivationOf(const Problem& problem)
       : kind_(problem.activation),
-        identity_(problem.params),
-        hardtanh_(problem.params),
-        clamp_(problem.params),
-        relu_(problem.params),
-        silu_(problem.params) {}
+        params_{static_cast<A>(problem.params[0]), static_cast<A>(problem.params[1])} {}
 
   // Replaces z by f(z).
   template <int V>
@@ -55,26 +51,23 @@ class ActivationOf {
  private:
   template <class Body>
   FXFUSE_INLINE void visit(Body body) const {
+    const double params[] = {params_[0], params_[1]};  // which the functors turn back: no code
     switch (kind_) {
       case kIdentity:
-        return body(identity_);
+        return body(Identity<A>(params));
       case kHardtanh:
-        return body(hardtanh_);
+        return body(Hardtanh<A>(params));
       case kClamp:
-        return body(clamp_);
+        return body(Clamp<A>(params));
       case kReLU:
-        return body(relu_);
+        return body(ReLU<A>(params));
       case kSiLU:
-        return body(silu_);
+        return body(SiLU<A>(params));
     }
   }
 
   Activation kind_;
-  Identity<A> identity_;
-  Hardtanh<A> hardtanh_;
-  Clamp<A> clamp_;
-  ReLU<A> relu_;
-  SiLU<A> silu_;
+  A params_[2];
 };
 
 }  // namespace fxfuse::cuda
