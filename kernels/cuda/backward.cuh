@@ -9,9 +9,12 @@
 // Idea.  z is computed again from the input, exactly as forward computed it, instead of being kept.
 // Two ways:
 //
-// rows_backward, where there is one element per channel (behind a Linear) and a group fits into the
-// registers of a block: one pass.  A team stays with one group of channels and walks down the
-// batch, so that it keeps weight, bias and its sums for dweight and dbias in registers.
+// rows_backward, where there is one element per channel (behind a Linear): a team stays with one
+// group of channels and walks down the batch, so that it keeps weight, bias and its sums for
+// dweight and dbias in registers.  Where the group fits into the registers of a block, dinput is
+// written in the same pass.  A longer group is cut into pieces, each with a team that only adds up;
+// the means come from the sums of the pieces (sum_groups), dinput from a second pass
+// (input_gradient).
 //
 // Otherwise: the sums of dz and dz * x^ over each channel of each sample (sum_channels), from which
 // both the group's means (sum_groups) and, over the batch, dweight and dbias follow; and a second
@@ -24,14 +27,17 @@
 // a block, for each piece.  ..._channels_last: a block for a tile of columns and a chunk of rows.
 // sum_rows: a block for 32 channels and up to 256 rows, 8 rows at a time.
 //
-// Limits.  rows_backward: 6144 elements in a group, 3072 where V is 1, 1536 doubles.  Any
-// number and size otherwise; offsets have 64 bits, everything is on grid x.
+// Limits.  rows_backward: 6144 elements in a group, 3072 unaligned floats or 1536 doubles, in one
+// pass.  Any number and size otherwise; offsets have 64 bits, everything is on grid x.  Its partial
+// sums take 8 MB (16 for double), or up to 32 rows of all channels where channels are many; those
+// of pieces 1/256 of a float32 input, 1/128 of a 16-bit one, 1/64 of a double.
 //
-// Measured.  (1024, 8192) in 16 groups with hardtanh: 43.3 us in float32 and 43.6 in bfloat16,
-// where torch takes 161.6 and 147.4; (64, 256, 56, 56) in 32 groups with ReLU in bfloat16: 307
-// against 433, channels_last 226 against 675.  Slower than torch are rows with groups beyond the
-// limit of rows_backward: (1024, 16384) in 1 group, 386 against 222 in float32 (H200, 2026-11-30,
-// 256 MB written before each).
+// Measured.  (1024, 8192) in 16 groups with hardtanh: 44.4 us in float32 and 43.8 in bfloat16,
+// where torch takes 164.9 and 148.9; (1024, 16384) in 1 group: 105.7 and 99.8 against 222.8 and
+// 198.5; (64, 256, 56, 56) in 32 groups with ReLU in bfloat16: 237 against 432, channels_last 188
+// against 678.  As slow as torch are rows with long groups that forbid 16-byte accesses:
+// (1000, 16381) in 1 group in bfloat16, 198 against 194 (H200, 2026-11-30, 256 MB written before
+// each).
 //
 // Fallback.  Where a pointer or a size forbids 16-byte accesses, V is 1: the same kernels, element
 // by element.  What is not asked for is neither computed nor written.
@@ -40,8 +46,8 @@
 
 namespace fxfuse::cuda {
 
-// Vectors that a thread of rows_backward holds: 16 floats, or fewer where a double or an access of
-// its own for each element takes more registers.
+// Vectors of a row that a thread of rows_backward holds: 16 floats, or fewer where a double or an
+// access of its own for each element takes more registers.
 __host__ __device__ constexpr int row_vectors(int vector, size_t accumulate_size) {
   return static_cast<int>((vector > 1 && accumulate_size == 4 ? 64 : 32) / accumulate_size) /
          vector;
@@ -51,50 +57,84 @@ __host__ __device__ constexpr int row_vectors(int vector, size_t accumulate_size
 // threads run at once; 128 registers spill.
 constexpr int kRowThreads = 384;
 
+// Lanes for a piece of a longer group.  No thread waits for the sums of a piece, so it needs no
+// more than a warp: (1024, 16384) in 1 group takes 116 us with 128 of them and 105 with 32 (H200,
+// 2026-11-30).
+constexpr int kPieceLanes = 32;
+
+// How rows_backward is spread over rows of num_groups groups.
+struct RowTeams {
+  int lanes;       // of a team
+  int64_t pieces;  // of a group
+  int64_t slices;  // of the batch
+};
+
 constexpr int kInFlight = 2;  // vectors of each input that a thread of the other kernels loads
 
 // x^ and dz of one vector; statistics(j) are those of element j.
 template <class T, class O, int V, class A, class S>
-FXFUSE_INLINE void differentiate(const ActivationOf<A>& activation, const Vector<T, V>& x,
-                                 const Vector<O, V>& dy, const A (&weight)[V], const A (&bias)[V],
+FXFUSE_INLINE void differentiate(const ActivationOf<A>& activation, const Loaded<T, V>& x,
+                                 const Loaded<O, V>& dy, const A (&weight)[V], const A (&bias)[V],
                                  S statistics, A (&xhat)[V], A (&dz)[V]) {
   A z[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    xhat[j] = statistics(j).normalize(static_cast<A>(x.at[j]));
+    xhat[j] = statistics(j).normalize(x.at(j));
     z[j] = multiply_add(xhat[j], weight[j], bias[j]);
-    dz[j] = static_cast<A>(dy.at[j]);
+    dz[j] = dy.at(j);
   }
   activation.grad(z, dz);
 }
 
-// A team for each slice and each group of channels; slice s takes the samples s, s + slices, ...
-// partial is (slices, channels), or null.
+template <class T, class A>
+FXFUSE_INLINE void write_affine_gradients(const Backward& problem, int64_t channel,
+                                          const Pair<A>& sums) {
+  const auto write = [&](void* gradient, A value) {
+    if (gradient == nullptr) return;
+    if (affine_is_wide(problem)) {
+      static_cast<A*>(gradient)[channel] = value;
+    } else {
+      static_cast<T*>(gradient)[channel] = static_cast<T>(value);
+    }
+  };
+  write(problem.dbias, sums.at[0]);
+  write(problem.dweight, sums.at[1]);
+}
+
+// A team for each slice and each piece of each group of channels; slice s takes the samples s,
+// s + slices, ...  Where there is one piece, it writes dinput; where there are more, the sums of
+// dz * weight and dz * weight * x^ over each: of_piece is (batch, num_groups, pieces), or null.
+// partial is (slices, channels), or null where there is one slice, which writes dweight and dbias.
 template <class T, class O, int V>
 __global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward problem,
-                                                             const int lanes, const int64_t slices,
-                                                             Pair<Accumulate<T>>* const partial) {
+                                                             const RowTeams teams,
+                                                             Pair<Accumulate<T>>* const partial,
+                                                             Pair<Accumulate<T>>* const of_piece) {
   using A = Accumulate<T>;
   constexpr int K = row_vectors(V, sizeof(A));
-  const Team team(lanes);
-  const int64_t slice = team.index / problem.num_groups, group = team.index % problem.num_groups;
-  const int size = static_cast<int>(problem.channels / problem.num_groups);
+  const Team team(teams.lanes);
+  const int64_t pieces = problem.num_groups * teams.pieces;  // of a row
+  const int64_t slice = team.index / pieces, piece = team.index % pieces;
+  const int64_t group = piece / teams.pieces, size = problem.channels / problem.num_groups;
+  const int64_t begin = piece % teams.pieces * (team.size * K * V);
+  const int64_t channel = group * size + begin;
   const int first = team.rank * V, step = team.size * V;
-  const int work = slice < slices ? size : 0;
-  const int64_t channel = group * size;
+  const int work =
+      slice < teams.slices ? static_cast<int>(min(size - begin, int64_t(K) * step)) : 0;
 
   A weight[K][V], bias[K][V], dweight[K][V] = {}, dbias[K][V] = {};
   each<K>(first, step, work,
-          [&](int k, int i) { load_affine<T>(problem, channel, i, weight[k], bias[k]); });
+          [&](int k, int i) { load_affine<T>(problem, channel + i, weight[k], bias[k]); });
 
   const ActivationOf<A> activation(problem);
+  const A share = A(1) / size;
   // Every team makes the same number of rounds, for its lanes meet others in the shuffles.
-  for (int64_t base = 0; base < problem.batch; base += slices) {
+  for (int64_t base = 0; base < problem.batch; base += teams.slices) {
     const int64_t sample = base + slice;
     const int end = sample < problem.batch ? work : 0;
     const int64_t offset = sample * problem.channels + channel;
-    Vector<T, V> x[K];
-    Vector<O, V> dy[K];
+    Loaded<T, V> x[K];
+    Loaded<O, V> dy[K];
     Statistics<A> statistics{};
     each<K>(first, step, end, [&](int k, int i) {
       x[k] = load<T, V>(static_cast<const T*>(problem.input) + offset + i);
@@ -122,7 +162,11 @@ __global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward prob
     });
     if (problem.dinput == nullptr) continue;
     team.sum(sums);
-    const A mean = sums[0] / size, slope = sums[1] / size;
+    if (of_piece != nullptr) {
+      if (end > 0 && team.rank == 0) of_piece[sample * pieces + piece] = {sums[0], sums[1]};
+      continue;
+    }
+    const A mean = sums[0] * share, slope = sums[1] * share;
     each<K>(first, step, end, [&](int k, int i) {
       Vector<T, V> dx;
 #pragma unroll
@@ -134,11 +178,15 @@ __global__ __launch_bounds__(kRowThreads) void rows_backward(const Backward prob
     });
   }
 
-  if (partial == nullptr) return;
   each<K>(first, step, work, [&](int k, int i) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      partial[slice * problem.channels + channel + i + j] = {dbias[k][j], dweight[k][j]};
+      const Pair<A> sums = {dbias[k][j], dweight[k][j]};
+      if (partial == nullptr) {
+        write_affine_gradients<T>(problem, channel + i + j, sums);
+      } else {
+        partial[slice * problem.channels + channel + i + j] = sums;
+      }
     }
   });
 }
@@ -177,8 +225,8 @@ __global__ __launch_bounds__(kThreads) void sum_channels(const Backward problem,
     const O* dy = static_cast<const O*>(problem.grad_output) + plane * problem.spatial;
     const ActivationOf<A> activation(problem);
     for (int64_t first = begin + int64_t(team.rank) * V; first < end; first += K * step) {
-      Vector<T, V> x_data[K];
-      Vector<O, V> dy_data[K];
+      Loaded<T, V> x_data[K];
+      Loaded<O, V> dy_data[K];
       each<K>(first, step, end, [&](int k, int64_t i) {
         x_data[k] = load<T, V>(x + i);
         dy_data[k] = load<O, V>(dy + i);
@@ -223,8 +271,8 @@ __global__ __launch_bounds__(kThreads,
     const ActivationOf<A> activation(problem);
     const int64_t step = column.slots;
     for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-      Vector<T, V> x_data[K];
-      Vector<O, V> dy_data[K];
+      Loaded<T, V> x_data[K];
+      Loaded<O, V> dy_data[K];
       each<K>(row, step, column.end, [&](int k, int64_t i) {
         x_data[k] = load<T, V>(x + column.offset(problem, i));
         dy_data[k] = load<O, V>(dy + column.offset(problem, i));
@@ -259,30 +307,32 @@ __global__ __launch_bounds__(kThreads,
                                                        static_cast<A>(total[1])};
 }
 
-// A team for each group: the means of dz * weight and of dz * weight * x^ over its elements.
+// A team for each group: the means of dz * weight and of dz * weight * x^ over its elements.  A row
+// of partial holds `per_group` entries of every group, sums over channels or, where weight is null,
+// over pieces of the group that have been multiplied by it; `rows` of them belong to a sample.
 template <class T>
-__global__ __launch_bounds__(kThreads) void sum_groups(const Backward problem, const int64_t chunks,
-                                                       const int lanes,
+__global__ __launch_bounds__(kThreads) void sum_groups(const Backward problem,
+                                                       const void* const weight, const int64_t rows,
+                                                       const int64_t per_group, const int lanes,
                                                        const Pair<Accumulate<T>>* const partial,
                                                        Pair<Accumulate<T>>* const means) {
   using A = Accumulate<T>;
   const Team team(lanes);
   const bool active = team.index < problem.batch * problem.num_groups;
   const int64_t sample = team.index / problem.num_groups, group = team.index % problem.num_groups;
-  const int64_t per_group = problem.channels / problem.num_groups;
-  const int64_t entries = active ? chunks * per_group : 0;
+  const int64_t entries = active ? rows * per_group : 0;
   A sums[2] = {};
   for (int64_t entry = team.rank; entry < entries; entry += team.size) {
-    const int64_t row = sample * chunks + entry / per_group;
-    const int64_t channel = group * per_group + entry % per_group;
-    const A weight = load_channel<T>(problem.weight, affine_is_wide(problem), channel, A(1));
-    const Pair<A> sum = partial[row * problem.channels + channel];
-    sums[0] += sum.at[0] * weight;
-    sums[1] += sum.at[1] * weight;
+    const int64_t row = sample * rows + entry / per_group;
+    const int64_t column = group * per_group + entry % per_group;
+    const A factor = load_channel<T>(weight, affine_is_wide(problem), column, A(1));
+    const Pair<A> sum = partial[row * problem.num_groups * per_group + column];
+    sums[0] += sum.at[0] * factor;
+    sums[1] += sum.at[1] * factor;
   }
   team.sum(sums);
   if (!active || team.rank > 0) return;
-  const A size = static_cast<A>(per_group * problem.spatial);
+  const A size = static_cast<A>(problem.channels / problem.num_groups * problem.spatial);
   means[team.index] = {sums[0] / size, sums[1] / size};
 }
 
@@ -290,8 +340,8 @@ __global__ __launch_bounds__(kThreads) void sum_groups(const Backward problem, c
 
 // dinput of one vector, the group's means being known; statistics(j) and means(j) as above.
 template <class T, class O, int V, class A, class S, class M>
-FXFUSE_INLINE Vector<T, V> finish(const ActivationOf<A>& activation, const Vector<T, V>& x,
-                                  const Vector<O, V>& dy, const A (&weight)[V], const A (&bias)[V],
+FXFUSE_INLINE Vector<T, V> finish(const ActivationOf<A>& activation, const Loaded<T, V>& x,
+                                  const Loaded<O, V>& dy, const A (&weight)[V], const A (&bias)[V],
                                   S statistics, M means) {
   A xhat[V], dz[V];
   differentiate(activation, x, dy, weight, bias, statistics, xhat, dz);
@@ -327,8 +377,8 @@ __global__ __launch_bounds__(kThreads) void input_gradient(const Backward proble
   const ActivationOf<A> activation(problem);
   for (int64_t first = chunk * chunks.size + int64_t(team.rank) * V; first < end;
        first += K * step) {
-    Vector<T, V> x_data[K];
-    Vector<O, V> dy_data[K];
+    Loaded<T, V> x_data[K];
+    Loaded<O, V> dy_data[K];
     each<K>(first, step, end, [&](int k, int64_t i) {
       x_data[k] = load<T, V>(x + i);
       dy_data[k] = load<O, V>(dy + i);
@@ -360,8 +410,8 @@ __global__ __launch_bounds__(kThreads, 2) void input_gradient_channels_last(
   const ActivationOf<A> activation(problem);
   const int64_t step = column.slots;
   for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-    Vector<T, V> x_data[K];
-    Vector<O, V> dy_data[K];
+    Loaded<T, V> x_data[K];
+    Loaded<O, V> dy_data[K];
     each<K>(row, step, column.end, [&](int k, int64_t i) {
       x_data[k] = load<T, V>(x + column.offset(problem, i));
       dy_data[k] = load<O, V>(dy + column.offset(problem, i));
@@ -412,18 +462,9 @@ __global__ __launch_bounds__(kThreads) void sum_rows(const Backward problem, con
   const Pair<A> result = {static_cast<A>(sum.at[0]), static_cast<A>(sum.at[1])};
   if (next != nullptr) {
     next[part * problem.channels + channel] = result;
-    return;
+  } else {
+    write_affine_gradients<T>(problem, channel, result);
   }
-  const auto write = [&](void* gradient, A value) {
-    if (gradient == nullptr) return;
-    if (affine_is_wide(problem)) {
-      static_cast<A*>(gradient)[channel] = value;
-    } else {
-      static_cast<T*>(gradient)[channel] = static_cast<T>(value);
-    }
-  };
-  write(problem.dbias, result.at[0]);
-  write(problem.dweight, result.at[1]);
 }
 
 // ---- host ---------------------------------------------------------------------------------------
@@ -433,13 +474,14 @@ struct BackwardPlan {
   bool channels_last, by_rows, affine;  // affine: dweight or dbias is asked for
   bool vectors;          // 16-byte accesses along rows, groups, or rows of all channels
   bool channel_vectors;  // and along one channel's elements
-  int lanes = 0;         // of rows_backward
-  Chunks chunks;         // of a channel's elements
+  RowTeams teams = {};   // of rows_backward
+  Chunks chunks = {};    // of a channel's elements
   int64_t rows;          // of partial sums, each of all channels
 
   explicit BackwardPlan(const Backward& p) {
     const int width = vector_width(p.dtype);
     const int64_t size = group_size(p);
+    by_rows = p.spatial == 1;
     channels_last = is_channels_last(p);
     affine = p.dweight != nullptr || p.dbias != nullptr;
     const bool all_aligned = aligned(p.input, p.grad_output, p.dinput);
@@ -447,13 +489,9 @@ struct BackwardPlan {
               ((p.spatial > 1 && !channels_last) || aligned(p.weight, p.bias));
     channel_vectors = p.spatial % width == 0 && all_aligned;
     const int V = vectors ? width : 1;
-    const int K = row_vectors(V, accumulate_size(p.dtype));
-    by_rows = p.spatial == 1 && size / V <= kRowThreads * K;
     if (by_rows) {
-      lanes = holding_team_size(size / V, K);
-      chunks = {1, 1};
-      // 65536 threads fill the largest GPUs of 2026 once, at the registers this kernel needs.
-      rows = affine ? std::clamp<int64_t>(65536 / (p.num_groups * lanes), 1, p.batch) : p.batch;
+      teams = row_teams(p, size / V, row_vectors(V, accumulate_size(p.dtype)));
+      rows = affine && teams.slices > 1 ? teams.slices : 0;
     } else {
       chunks =
           channels_last ? ColumnTiles::of(p, V).chunks : Chunks::of(p.spatial, kElementsOfChunk);
@@ -463,7 +501,6 @@ struct BackwardPlan {
 
   // Rows of partial sums, those of the rounds of sum_rows included.
   int64_t partial_rows() const {
-    if (by_rows && !affine) return 0;
     int64_t total = rows;
     for (int64_t left = rows; affine && left > 2 * kRowsOfBlock;) {
       left = ceil_div(left, kRowsOfBlock);
@@ -472,9 +509,33 @@ struct BackwardPlan {
     return total;
   }
 
+  // Pairs that dinput needs: the means of every group and, by rows, the sums over its pieces.
+  int64_t means(const Backward& p) const {
+    if (p.dinput == nullptr || teams.pieces == 1) return 0;
+    return p.batch * p.num_groups * (1 + teams.pieces);
+  }
+
   size_t bytes(const Backward& p) const {
-    const int64_t means = by_rows || p.dinput == nullptr ? 0 : p.batch * p.num_groups;
-    return (partial_rows() * p.channels + means) * 2 * accumulate_size(p.dtype);
+    return (partial_rows() * p.channels + means(p)) * 2 * accumulate_size(p.dtype);
+  }
+
+ private:
+  // `vectors`: of a group; `held`: by a thread.
+  RowTeams row_teams(const Backward& p, int64_t vectors, int held) const {
+    RowTeams teams = {kPieceLanes, 1, p.batch};
+    if (vectors <= kRowThreads * held) {
+      teams.lanes = holding_team_size(vectors, held);
+    } else {
+      teams.pieces = ceil_div(vectors, kPieceLanes * held);
+    }
+    if (affine) {
+      // 65536 threads fill the largest GPUs of 2026 once, at the registers this kernel needs.  But
+      // the longest sums of one thread are no longer than torch's, or 256.
+      const int64_t filling = 65536 / (p.num_groups * teams.pieces * teams.lanes);
+      const int64_t accurate = std::min<int64_t>(32, ceil_div(p.batch, 256));
+      teams.slices = std::min(std::max(filling, accurate), p.batch);
+    }
+    return teams;
   }
 };
 
@@ -501,20 +562,18 @@ cudaError_t backward_typed(const Backward& p, void* workspace, cudaStream_t stre
   constexpr int W = 16 / sizeof(T);
   const BackwardPlan plan(p);
   if (p.dinput == nullptr && !plan.affine) return cudaSuccess;
+  const int64_t groups = p.batch * p.num_groups, size = group_size(p);
+  const ColumnTiles tiles = ColumnTiles::of(p, plan.vectors ? W : 1);
   auto* partial = static_cast<Pair<A>*>(workspace);
+  auto* means = plan.means(p) > 0 ? partial + plan.partial_rows() * p.channels : nullptr;
+  auto* of_piece = means == nullptr ? nullptr : means + groups;
   cudaError_t error;
 
   if (plan.by_rows) {
     error = launch_teams(plan.vectors ? rows_backward<T, O, W> : rows_backward<T, O, 1>,
-                         plan.rows * p.num_groups, plan.lanes, 128, stream, p, plan.lanes,
-                         plan.rows, plan.affine ? partial : nullptr);
-    if (error != cudaSuccess || !plan.affine) return error;
-    return sum_all_rows<T>(p, plan.rows, partial, stream);
-  }
-
-  const int64_t groups = p.batch * p.num_groups, size = group_size(p);
-  const ColumnTiles tiles = ColumnTiles::of(p, plan.vectors ? W : 1);
-  if (plan.channels_last) {
+                         plan.teams.slices * p.num_groups * plan.teams.pieces, plan.teams.lanes,
+                         128, stream, p, plan.teams, plan.rows > 0 ? partial : nullptr, of_piece);
+  } else if (plan.channels_last) {
     error = launch(plan.vectors ? sum_channels_last<T, O, W> : sum_channels_last<T, O, 1>,
                    tiles.blocks(p), kThreads, stream, p, tiles, partial);
   } else {
@@ -526,11 +585,13 @@ cudaError_t backward_typed(const Backward& p, void* workspace, cudaStream_t stre
   }
   if (error != cudaSuccess) return error;
 
-  if (p.dinput != nullptr) {
-    auto* means = partial + plan.partial_rows() * p.channels;
-    int lanes = team_size(plan.chunks.count * (p.channels / p.num_groups), 128);
-    error = launch_teams(sum_groups<T>, groups, lanes, kThreads, stream, p, plan.chunks.count,
-                         lanes, partial, means);
+  if (means != nullptr) {
+    const int64_t rows = plan.by_rows ? 1 : plan.chunks.count;
+    const int64_t per_group = plan.by_rows ? plan.teams.pieces : p.channels / p.num_groups;
+    int lanes = team_size(rows * per_group, 128);
+    error = launch_teams(sum_groups<T>, groups, lanes, kThreads, stream, p,
+                         plan.by_rows ? nullptr : p.weight, rows, per_group, lanes,
+                         plan.by_rows ? of_piece : partial, means);
     if (error != cudaSuccess) return error;
     if (plan.channels_last) {
       error = launch(plan.vectors ? input_gradient_channels_last<T, O, W>
@@ -544,7 +605,7 @@ cudaError_t backward_typed(const Backward& p, void* workspace, cudaStream_t stre
     }
     if (error != cudaSuccess) return error;
   }
-  if (!plan.affine) return cudaSuccess;
+  if (!plan.affine || plan.rows == 0) return cudaSuccess;
   return sum_all_rows<T>(p, plan.rows, partial, stream);
 }
 

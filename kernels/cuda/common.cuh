@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "dispatch.cuh"
 
@@ -25,10 +27,29 @@ struct AccumulateOf<double> {
 template <class T>
 using Accumulate = typename AccumulateOf<T>::type;
 
-// V neighbouring elements, read and written as one access (two for 8 floats).
+// V neighbouring elements, written as one access (two for 8 floats).
 template <class T, int V>
 struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Vector {
   T at[V];
+};
+
+// V neighbouring elements, read as one access and kept as they lie in memory: out of an array of
+// 16-bit elements, each would be moved to a register of its own as soon as it is loaded, which
+// takes twice the registers and waits for the load: 309 against 237 us for the backward of
+// (64, 256, 56, 56) in bfloat16 (H200, 2026-11-30).
+template <class T, int V>
+class alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Loaded {
+ public:
+  FXFUSE_INLINE Accumulate<T> at(int j) const {
+    constexpr int kOfWord = sizeof(Word) / sizeof(T);
+    Vector<T, kOfWord> elements;
+    memcpy(&elements, &words_[j / kOfWord], sizeof(Word));
+    return static_cast<Accumulate<T>>(elements.at[j % kOfWord]);
+  }
+
+ private:
+  using Word = std::conditional_t<V * sizeof(T) % 4 == 0 && sizeof(T) < 4, uint32_t, T>;
+  Word words_[V * sizeof(T) / sizeof(Word)];
 };
 
 // Two sums, or a mean and a sum of squares.
@@ -36,8 +57,8 @@ template <class A>
 using Pair = Vector<A, 2>;
 
 template <class T, int V>
-FXFUSE_INLINE Vector<T, V> load(const T* from) {
-  return *reinterpret_cast<const Vector<T, V>*>(from);
+FXFUSE_INLINE Loaded<T, V> load(const T* from) {
+  return *reinterpret_cast<const Loaded<T, V>*>(from);
 }
 
 template <class T, int V>
@@ -109,11 +130,11 @@ FXFUSE_INLINE void load_channels(const void* values, bool wide, int64_t channel,
   } else if (wide) {
     const auto vector = load<A, V>(static_cast<const A*>(values) + channel);
 #pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = vector.at[j];
+    for (int j = 0; j < V; ++j) result[j] = vector.at(j);
   } else {
     const auto vector = load<T, V>(static_cast<const T*>(values) + channel);
 #pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = static_cast<A>(vector.at[j]);
+    for (int j = 0; j < V; ++j) result[j] = vector.at(j);
   }
 }
 
@@ -128,17 +149,22 @@ FXFUSE_INLINE bool affine_is_wide(const Problem& problem) {
   return problem.affine_dtype != problem.dtype;
 }
 
+// Weight and bias of the V channels from `channel` on.
+template <class T, int V, class A>
+FXFUSE_INLINE void load_affine(const Problem& problem, int64_t channel, A (&weight)[V],
+                               A (&bias)[V]) {
+  const bool wide = affine_is_wide(problem);
+  load_channels<T>(problem.weight, wide, channel, A(1), weight);
+  load_channels<T>(problem.bias, wide, channel, A(0), bias);
+}
+
 // Weight and bias of the V elements from `i` on, in a contiguous group whose first channel is
 // `channel`.  I is int where a group is known to be small: 64-bit division is slow.
 template <class T, int V, class I, class A>
 FXFUSE_INLINE void load_affine(const Problem& problem, int64_t channel, I i, A (&weight)[V],
                                A (&bias)[V]) {
+  if (problem.spatial == 1) return load_affine<T>(problem, channel + i, weight, bias);
   const bool wide = affine_is_wide(problem);
-  if (problem.spatial == 1) {
-    load_channels<T>(problem.weight, wide, channel + i, A(1), weight);
-    load_channels<T>(problem.bias, wide, channel + i, A(0), bias);
-    return;
-  }
   const I spatial = static_cast<I>(problem.spatial);
   channel += i / spatial;
   I left = spatial - i % spatial;  // elements of this channel
@@ -318,9 +344,7 @@ struct ColumnParameters {
 
   template <class P>  // Forward or Backward
   FXFUSE_INLINE ColumnParameters(const P& problem, const Column<V>& column) {
-    const bool wide = affine_is_wide(problem);
-    load_channels<T>(problem.weight, wide, column.channel, A(1), weight);
-    load_channels<T>(problem.bias, wide, column.channel, A(0), bias);
+    load_affine<T>(problem, column.channel, weight, bias);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       statistics[j] = Statistics<A>(problem.mean, problem.rstd, problem.batch * problem.num_groups,

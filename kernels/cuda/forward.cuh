@@ -2,8 +2,11 @@
 //
 // Idea.  A group that fits into the registers of a block is read once: all its loads are issued
 // before any arithmetic, its statistics are computed from the registers, and what leaves is the
-// result.  A longer one is cut into chunks, because one block would be alone with it: partial
-// moments of every chunk, merged in a fixed order, and a second pass over the data.
+// result.  Where there is one element per channel (behind a Linear) and a group fits into the
+// registers of a warp, the warp stays with one group of channels and walks down the batch: weight
+// and bias are loaded once, and the next rows while these are worked on.  A longer group is cut
+// into chunks, because one block would be alone with it: partial moments of every chunk, merged in
+// a fixed order, and a second pass over the data.
 //
 // Statistics.  Two passes over the registers with a correction: m = p + mean(x - p), where the
 // pivot p is the group's first value; d = mean(x - m), which is what rounding took from m; then
@@ -11,17 +14,19 @@
 // which sum(x) / n does not.  Chunks keep their mean relative to p, so its digits are not lost
 // behind a large p, and are merged by the formula of Chan, Golub and LeVeque (1979) in double.
 //
-// Work split.  normalize_in_registers: 1 to 32 lanes for a group of up to 128 vectors of 16 bytes,
+// Work split.  normalize_rows: 1 to 32 lanes for a group of channels and a slice of the batch.
+// normalize_in_registers: 1 to 32 lanes for a group of up to 128 vectors of 16 bytes,
 // else a block.  moments, merge_moments, normalize_chunk: a block for each chunk of a group.
 // The two kernels named ..._channels_last: a block for a tile of columns and a chunk of rows.
 //
-// Limits.  In registers: 64 KB a group, or 4096 elements (2048 doubles) where V is 1.  Any number
+// Limits.  normalize_rows: 512 elements in a group (256 doubles), and 16-byte accesses.
+// In registers: 64 KB a group, or 4096 elements (2048 doubles) where V is 1.  Any number
 // and size of groups otherwise; offsets have 64 bits, everything is on grid x.
 //
-// Measured.  (1024, 8192) in 16 groups with hardtanh: 25.2 us in float32 and 21.0 in bfloat16,
-// where torch's two operators take 145.5 and 137.0 and a copy 20.3 and 12.7; (1, 128, 1024, 1024)
-// in 32 groups with SiLU in bfloat16: 437 against 3778, channels_last 382 against 7264 (H200,
-// 2026-11-30, 256 MB written before each).
+// Measured.  (1024, 8192) in 16 groups with hardtanh: 23.5 us in float32 and 19.3 in bfloat16,
+// where torch's two operators take 148.0 and 139.6 and a copy 20.4 and 12.5; (16384, 512) in 32
+// groups in bfloat16: 19.7 against 359.8; (64, 256, 56, 56) in 32 groups with ReLU in bfloat16: 184
+// against 286, channels_last 152 against 624 (H200, 2026-11-30, 256 MB written before each).
 //
 // Fallback.  Where a pointer or a group's size forbids 16-byte accesses, V is 1: the same kernels,
 // element by element.
@@ -45,22 +50,75 @@ struct Holding {
   constexpr int64_t capacity() const { return int64_t(threads) * vectors; }
 };
 
-constexpr int kVectorsInFlight = 4;  // of a thread in the other kernels
+// Vectors of a row that a thread of normalize_rows holds at most: 16 floats or 8 doubles.
+constexpr int most_row_vectors(int vector, size_t accumulate_size) {
+  return static_cast<int>(64 / accumulate_size) / vector;
+}
+
+constexpr int kVectorsInFlight = 4;  // that a thread of the other kernels loads at once
 
 // Statistics and affine parameters applied to one vector; statistics(j) are those of element j.
 template <class O, class T, int V, class A, class S>
-FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A>& activation, const Vector<T, V>& x,
+FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A>& activation, const Loaded<T, V>& x,
                                   const A (&weight)[V], const A (&bias)[V], S statistics) {
   A z[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    z[j] = multiply_add(statistics(j).normalize(static_cast<A>(x.at[j])), weight[j], bias[j]);
+    z[j] = multiply_add(statistics(j).normalize(x.at(j)), weight[j], bias[j]);
   }
   activation.value(z);
   Vector<O, V> y;
 #pragma unroll
   for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[j]);
   return y;
+}
+
+// Of R groups at once, one in each of the arrays; `end` as for each().
+template <class A, class T, int V, int K, int R>
+FXFUSE_INLINE void measure(const Team& team, const Loaded<T, V> (&data)[R][K], const A (&pivot)[R],
+                           int first, int step, int end, int size, double eps,
+                           Statistics<A> (&groups)[R]) {
+  const A share = A(1) / size;
+  A total[R] = {};
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    each<K>(first, step, end, [&](int k, int) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) total[r] += data[r][k].at(j) - pivot[r];
+    });
+  }
+  team.sum(total);
+  A totals[2 * R] = {};
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    groups[r].mean = pivot[r] + total[r] * share;
+    each<K>(first, step, end, [&](int k, int) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A centered = data[r][k].at(j) - groups[r].mean;
+        totals[2 * r] += centered;
+        totals[2 * r + 1] += centered * centered;
+      }
+    });
+  }
+  team.sum(totals);
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    groups[r].rest = totals[2 * r] * share;
+    const A variance = totals[2 * r + 1] * share - groups[r].rest * groups[r].rest;
+    // Rounding can leave it below 0.  No maximum: that would swallow NaN.
+    groups[r].rstd = A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(eps));
+  }
+}
+
+// Keeps the statistics of a group for backward, if it will come.
+template <class A>
+FXFUSE_INLINE void save(const Forward& problem, int64_t group, const Statistics<A>& statistics) {
+  if (problem.mean == nullptr) return;
+  A* mean = static_cast<A*>(problem.mean);
+  mean[group] = statistics.mean;
+  mean[problem.batch * problem.num_groups + group] = statistics.rest;
+  static_cast<A*>(problem.rstd)[group] = statistics.rstd;
 }
 
 template <class T, class O, int V, int K, int kMaxThreads>
@@ -75,43 +133,15 @@ __global__ __launch_bounds__(kMaxThreads) void normalize_in_registers(const Forw
   const int first = team.rank * V, step = team.size * V;
   const T* x = static_cast<const T*>(problem.input) + team.index * size;
 
-  Vector<T, V> data[K];
-  const A pivot = end > 0 ? static_cast<A>(x[0]) : A(0);
-  each<K>(first, step, end, [&](int k, int i) { data[k] = load<T, V>(x + i); });
+  Loaded<T, V> data[1][K];
+  const A pivot[] = {end > 0 ? static_cast<A>(x[0]) : A(0)};
+  each<K>(first, step, end, [&](int k, int i) { data[0][k] = load<T, V>(x + i); });
   // ptxas may sink a load below the first arithmetic, for two latencies instead of one: 72 against
   // 58 us for 2048 groups of 50 KB in bfloat16 (H200, 2026-11-30).
   __syncwarp();
-
-  A total[1] = {};
-  each<K>(first, step, end, [&](int k, int) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) total[0] += static_cast<A>(data[k].at[j]) - pivot;
-  });
-  team.sum(total);
-  Statistics<A> group;
-  group.mean = pivot + total[0] / size;
-
-  A totals[2] = {};
-  each<K>(first, step, end, [&](int k, int) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A centered = static_cast<A>(data[k].at[j]) - group.mean;
-      totals[0] += centered;
-      totals[1] += centered * centered;
-    }
-  });
-  team.sum(totals);
-  group.rest = totals[0] / size;
-  const A variance = totals[1] / size - group.rest * group.rest;
-  // Rounding can leave it below 0.  No maximum: that would swallow NaN.
-  group.rstd = A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(problem.eps));
-
-  if (end > 0 && team.rank == 0 && problem.mean != nullptr) {
-    A* mean = static_cast<A*>(problem.mean);
-    mean[team.index] = group.mean;
-    mean[groups + team.index] = group.rest;
-    static_cast<A*>(problem.rstd)[team.index] = group.rstd;
-  }
+  Statistics<A> statistics[1];
+  measure(team, data, pivot, first, step, end, size, problem.eps, statistics);
+  if (end > 0 && team.rank == 0) save(problem, team.index, statistics[0]);
 
   const int64_t channel = team.index % problem.num_groups * channels;
   O* y = static_cast<O*>(problem.output) + team.index * size;
@@ -119,8 +149,71 @@ __global__ __launch_bounds__(kMaxThreads) void normalize_in_registers(const Forw
   each<K>(first, step, end, [&](int k, int i) {
     A weight[V], bias[V];
     load_affine<T>(problem, channel, i, weight, bias);
-    store(y + i, finish<O>(activation, data[k], weight, bias, [&](int) { return group; }));
+    store(y + i,
+          finish<O>(activation, data[0][k], weight, bias, [&](int) { return statistics[0]; }));
   });
+}
+
+// A team of up to 32 lanes for each slice of the batch and each group of channels; slice s takes
+// the samples s, s + slices, ..., R at a time.
+template <class T, class O, int V, int K>
+__global__ __launch_bounds__(kThreads, 2) void normalize_rows(const Forward problem,
+                                                              const int lanes,
+                                                              const int64_t slices) {
+  constexpr int R = kVectorsInFlight / K;
+  using A = Accumulate<T>;
+  const Team team(lanes);
+  const int64_t slice = team.index / problem.num_groups, group = team.index % problem.num_groups;
+  const int size = static_cast<int>(problem.channels / problem.num_groups);
+  const int first = team.rank * V, step = team.size * V;
+  const int work = slice < slices ? size : 0;
+  const int64_t channel = group * size;
+  // Row r of the round that begins with sample `base`: calls body(k, offset in memory).
+  const auto over_row = [&](int64_t base, int r, auto body) {
+    const int64_t sample = base + r * slices + slice, offset = sample * problem.channels + channel;
+    each<K>(first, step, sample < problem.batch ? work : 0,
+            [&](int k, int i) { body(k, offset + i); });
+  };
+  const T* input = static_cast<const T*>(problem.input);
+  Loaded<T, V> next[R][K];
+  const auto fetch = [&](int64_t base) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      over_row(base, r, [&](int k, int64_t i) { next[r][k] = load<T, V>(input + i); });
+    }
+  };
+  fetch(0);
+  A weight[K][V], bias[K][V];
+  each<K>(first, step, work,
+          [&](int k, int i) { load_affine<T>(problem, channel + i, weight[k], bias[k]); });
+  const ActivationOf<A> activation(problem);
+
+  // Every team makes the same number of rounds, for its lanes meet others in the shuffles.
+  for (int64_t base = 0; base < problem.batch; base += R * slices) {
+    Loaded<T, V> data[R][K];
+    A pivot[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) data[r][k] = next[r][k];
+      pivot[r] = __shfl_sync(~0u, data[r][0].at(0), 0, team.size);
+    }
+    fetch(base + R * slices);  // in flight during all that follows
+    Statistics<A> statistics[R];
+    measure(team, data, pivot, first, step, work, size, problem.eps, statistics);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int64_t sample = base + r * slices + slice;
+      if (work > 0 && sample < problem.batch && team.rank == 0) {
+        save(problem, sample * problem.num_groups + group, statistics[r]);
+      }
+      over_row(base, r, [&](int k, int64_t i) {
+        store(static_cast<O*>(problem.output) + i,
+              finish<O>(activation, data[r][k], weight[k], bias[k],
+                        [&](int) { return statistics[r]; }));
+      });
+    }
+  }
 }
 
 // ---- moments of chunks --------------------------------------------------------------------------
@@ -155,19 +248,19 @@ __global__ __launch_bounds__(kThreads) void moments(const Problem problem, const
   Moments<A> running = {};
   A count = 0;
   for (int64_t first = begin + int64_t(team.rank) * V; first < end; first += K * step) {
-    Vector<T, V> data[K];
+    Loaded<T, V> data[K];
     each<K>(first, step, end, [&](int k, int64_t i) { data[k] = load<T, V>(x + i); });
     A sum = 0, added = 0;
     each<K>(first, step, end, [&](int k, int64_t) {
       added += V;
 #pragma unroll
-      for (int j = 0; j < V; ++j) sum += static_cast<A>(data[k].at[j]) - pivot;
+      for (int j = 0; j < V; ++j) sum += data[k].at(j) - pivot;
     });
     Moments<A> here = {sum / added, 0};
     each<K>(first, step, end, [&](int k, int64_t) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const A centered = (static_cast<A>(data[k].at[j]) - pivot) - here.mean;
+        const A centered = (data[k].at(j) - pivot) - here.mean;
         here.m2 += centered * centered;
       }
     });
@@ -210,7 +303,7 @@ __global__ __launch_bounds__(kThreads,
     A count = 0;
     const int64_t step = column.slots;
     for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-      Vector<T, V> data[K];
+      Loaded<T, V> data[K];
       A added = 0;
       each<K>(row, step, column.end, [&](int k, int64_t i) {
         data[k] = load<T, V>(input + column.offset(problem, i));
@@ -220,11 +313,10 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         A sum = 0;
-        each<K>(row, step, column.end,
-                [&](int k, int64_t) { sum += static_cast<A>(data[k].at[j]) - pivot[j]; });
+        each<K>(row, step, column.end, [&](int k, int64_t) { sum += data[k].at(j) - pivot[j]; });
         Moments<A> here = {sum * inverse, 0};
         each<K>(row, step, column.end, [&](int k, int64_t) {
-          const A centered = (static_cast<A>(data[k].at[j]) - pivot[j]) - here.mean;
+          const A centered = (data[k].at(j) - pivot[j]) - here.mean;
           here.m2 += centered * centered;
         });
         running[j].merge(here, count, share);
@@ -318,7 +410,7 @@ __global__ __launch_bounds__(kThreads) void normalize_chunk(const Forward proble
   const ActivationOf<A> activation(problem);
   for (int64_t first = chunk * chunks.size + int64_t(threadIdx.x) * V; first < end;
        first += K * step) {
-    Vector<T, V> data[K];
+    Loaded<T, V> data[K];
     each<K>(first, step, end, [&](int k, int64_t i) { data[k] = load<T, V>(x + i); });
     each<K>(first, step, end, [&](int k, int64_t i) {
       A weight[V], bias[V];
@@ -341,7 +433,7 @@ __global__ __launch_bounds__(kThreads, 2) void normalize_channels_last(const For
   const ActivationOf<A> activation(problem);
   const int64_t step = column.slots;
   for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-    Vector<T, V> data[K];
+    Loaded<T, V> data[K];
     each<K>(row, step, column.end,
             [&](int k, int64_t i) { data[k] = load<T, V>(x + column.offset(problem, i)); });
     each<K>(row, step, column.end, [&](int k, int64_t i) {
@@ -356,7 +448,7 @@ __global__ __launch_bounds__(kThreads, 2) void normalize_channels_last(const For
 
 // How a problem is solved: what workspace_bytes and forward must agree on.
 struct ForwardPlan {
-  bool channels_last, vectors, in_registers, is_small;
+  bool channels_last, vectors, by_rows, in_registers, is_small;
   int lanes = 0;    // of normalize_in_registers
   Chunks chunks;    // of a group, or of a sample's rows
   int64_t entries;  // partial moments in a row: of groups, or of channels
@@ -373,6 +465,7 @@ struct ForwardPlan {
     const int64_t pieces = size / V;
     const int bytes = static_cast<int>(accumulate_size(p.dtype));
     const Holding small = Holding::small(V, bytes), large = Holding::large(V, bytes);
+    by_rows = p.spatial == 1 && vectors && pieces <= 32 * most_row_vectors(V, bytes);
     is_small = pieces <= small.capacity();
     in_registers = !channels_last && pieces <= large.capacity();
     if (in_registers) lanes = holding_team_size(pieces, (is_small ? small : large).vectors);
@@ -392,10 +485,30 @@ struct ForwardPlan {
   }
 };
 
+// `vectors`: of a row of a group.
+template <class T, class O, int V>
+cudaError_t launch_rows(const Forward& p, int64_t vectors, cudaStream_t stream) {
+  constexpr int most = most_row_vectors(V, sizeof(Accumulate<T>));
+  const int held = vectors > 64 ? most : vectors > 32 ? 2 : 1;
+  const auto kernel = held == most ? normalize_rows<T, O, V, most>
+                      : held == 2  ? normalize_rows<T, O, V, 2>
+                                   : normalize_rows<T, O, V, 1>;
+  const int lanes = team_size(vectors, vectors);
+  // 65536 threads fill the largest GPUs of 2026 once, at the registers this kernel needs.  At most
+  // 8 rounds of each, because longer ones end at different times.
+  const int64_t rows = std::clamp<int64_t>(ceil_div(p.batch * p.num_groups * lanes, 65536), 1,
+                                           8 * kVectorsInFlight / held);
+  const int64_t slices = ceil_div(p.batch, rows);
+  return launch_teams(kernel, slices * p.num_groups, lanes, kThreads, stream, p, lanes, slices);
+}
+
 template <class T, class O, int V>
 cudaError_t forward_as(Forward p, const ForwardPlan& plan, void* workspace, cudaStream_t stream) {
   using A = Accumulate<T>;
   const int64_t groups = p.batch * p.num_groups;
+  if constexpr (V > 1) {
+    if (plan.by_rows) return launch_rows<T, O, V>(p, group_size(p) / V, stream);
+  }
   if (plan.in_registers) {
     constexpr Holding small = Holding::small(V, sizeof(A)), large = Holding::large(V, sizeof(A));
     const auto kernel = plan.is_small
