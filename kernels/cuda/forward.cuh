@@ -155,7 +155,8 @@ __global__ __launch_bounds__(kMaxThreads) void normalize_in_registers(const Forw
 }
 
 // A team of up to 32 lanes for each slice of the batch and each group of channels; slice s takes
-// the samples s, s + slices, ..., R at a time.
+// the samples s, s + slices, ..., R at a time.  Past the last sample the arithmetic goes on with
+// whatever the registers hold, and nothing of it is stored.
 template <class T, class O, int V, int K>
 __global__ __launch_bounds__(kThreads, 2) void normalize_rows(const Forward problem,
                                                               const int lanes,
