@@ -46,7 +46,7 @@ struct Backward : Problem {
   const void* grad_output;
   const void* mean;  // as saved by Forward
   const void* rstd;
-  void* dinput;   // each null where it is not asked for
+  void* dinput;  // each null where it is not asked for
   void* dweight;
   void* dbias;
 };
