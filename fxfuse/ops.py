@@ -7,13 +7,13 @@ calls: it makes the checks that ``torch.nn.functional.group_norm`` makes in Pyth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fxfuse import library
 
@@ -65,9 +65,29 @@ def group_norm_activation(
         ValueError: If there is one value per group and ``verify_batch_size`` is set.
         RuntimeError: If an argument is not as described.
     """
+    if has_torch_function_variadic(input, weight, bias):
+        # as F.group_norm does it: one call for a tracer's proxy, the subclass's own for others
+        result: Tensor = handle_torch_function(
+            group_norm_activation,
+            (input, weight, bias),
+            input,
+            num_groups,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            activation=activation,
+            params=params,
+            dtype=dtype,
+            channels_last=channels_last,
+            verify_batch_size=verify_batch_size,
+        )
+        return result
     if verify_batch_size and input.dim() >= 2 and num_groups > 0:
         size = input.size()
-        if size[0] * (size[1] // num_groups) * math.prod(size[2:]) == 1:
+        values = size[0] * (size[1] // num_groups)
+        for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
+            values *= extent
+        if values == 1:
             # F.group_norm has the rule and its message
             F.group_norm(input, num_groups, weight, bias, eps)
     if channels_last == "eager" and input.is_cuda:

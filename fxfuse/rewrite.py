@@ -442,8 +442,6 @@ def _insert(graph: fx.Graph, match: Match) -> fx.Node:
     for key in ("nn_module_stack", "stack_trace"):
         if key in head.meta:
             call.meta[key] = head.meta[key]
-    # It stays one call when the module is traced again, as unpickling a GraphModule does.
-    call.meta["is_wrapped"] = True
     return call
 
 

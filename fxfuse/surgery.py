@@ -510,9 +510,6 @@ _serial = itertools.count()
 def _compile(graph: fx.Graph, cls: type) -> tuple[Callable[..., Any], str]:
     """A graph as a function of the module and its tensors."""
     graph.lint()
-    for node in graph.nodes:
-        # Else fx would keep every graph for the life of the process, to patch the call in it.
-        node.meta.pop("is_wrapped", None)
     python = graph.python_code("self")
     filename = f"<fxfuse {cls.__qualname__} {next(_serial)}>"
     # So that a traceback shows the line.

@@ -33,7 +33,7 @@ from problems import (
     reference,
     run,
 )
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from fxfuse import library, ops
@@ -721,3 +721,18 @@ def test_runs_on_the_device_of_its_input() -> None:
         output = problem.ours(*operands.as_tuple())
     assert output.device == torch.device("cuda:1")
     torch.testing.assert_close(output, problem.eager(*operands.as_tuple()))
+
+
+def test_the_wrapper_is_one_call_to_a_tracer_and_to_dynamo(device: torch.device) -> None:
+    def function(x: Tensor) -> Tensor:
+        return ops.group_norm_activation(x, 2, activation="hardtanh", params=(-1.0, 1.0))
+
+    traced = fx.symbolic_trace(function)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [
+        ops.group_norm_activation
+    ]
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    for shape in ((3, 4), (5, 4), (3, 4, 5), (2, 6, 3, 7)):
+        x = torch.randn(shape, device=device)
+        assert torch.equal(traced(x), function(x))
+        assert torch.equal(compiled(x), function(x))
