@@ -91,7 +91,8 @@ def group_norm_activation(
             # F.group_norm has the rule and its message
             F.group_norm(input, num_groups, weight, bias, eps)
     if channels_last == "eager" and input.is_cuda:
-        input = input.contiguous()
+        # Flat and back, because sizes of 1 let channels_last strides pass for contiguous ones.
+        input = input.contiguous().view(-1).view(input.size())
     if not library.is_loaded() and not library.load():
         return reference(input, num_groups, weight, bias, eps, activation, params, dtype)
     output: Tensor = torch.ops.fxfuse.group_norm_activation(
