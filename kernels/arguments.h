@@ -92,8 +92,8 @@ struct CheckedActivation {
 // Raises for bad arguments; works on fake tensors with symbolic sizes too.
 inline CheckedActivation check_arguments(const char* op, const Tensor& input, int64_t num_groups,
                                          const MaybeTensor& weight, const MaybeTensor& bias,
-                                         double eps, c10::string_view activation,
-                                         at::ArrayRef<double> params, MaybeDtype dtype) {
+                                         c10::string_view activation, at::ArrayRef<double> params,
+                                         MaybeDtype dtype) {
   TORCH_CHECK(input.dim() >= 2, "fxfuse.", op, ": expected input of 2 or more dimensions, got ",
               input.dim());
   TORCH_CHECK(at::isFloatingType(input.scalar_type()), "fxfuse.", op,

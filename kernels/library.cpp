@@ -75,7 +75,7 @@ Tensor eager(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
              const MaybeTensor& bias, double eps, c10::string_view activation,
              at::ArrayRef<double> params, MaybeDtype dtype) {
   const CheckedActivation f =
-      check_arguments(kOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+      check_arguments(kOp, input, num_groups, weight, bias, activation, params, dtype);
   const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
   const at::ScalarType wide = at::promote_types(input.scalar_type(), output_dtype);
   const auto cast = [&](const MaybeTensor& t) -> MaybeTensor {
@@ -114,7 +114,7 @@ Triple forward_default(const Tensor& input, int64_t num_groups, const MaybeTenso
                        const MaybeTensor& bias, double eps, c10::string_view activation,
                        at::ArrayRef<double> params, MaybeDtype dtype) {
   const CheckedActivation f =
-      check_arguments(kForwardOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+      check_arguments(kForwardOp, input, num_groups, weight, bias, activation, params, dtype);
   const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
   Tensor output = empty_result(input, output_dtype, f.functor);
   auto [mean, rstd] = empty_statistics(input, num_groups, output_dtype);
@@ -143,11 +143,11 @@ void check_given(const char* name, const Tensor& given, const Tensor& input, at:
 
 CheckedActivation check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
-                                 const MaybeTensor& bias, double eps, c10::string_view activation,
+                                 const MaybeTensor& bias, c10::string_view activation,
                                  at::ArrayRef<double> params) {
   const at::ScalarType dtype = grad_output.scalar_type();
   const CheckedActivation f =
-      check_arguments(kBackwardOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+      check_arguments(kBackwardOp, input, num_groups, weight, bias, activation, params, dtype);
   const at::ScalarType saved = accumulate_type(at::promote_types(input.scalar_type(), dtype));
   check_given("grad_output", grad_output, input, input.sizes(), dtype);
   check_given("mean", mean, input, {2, input.size(0), num_groups}, saved);
@@ -157,10 +157,10 @@ CheckedActivation check_backward(const Tensor& grad_output, const Tensor& input,
 
 Triple backward_default(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                         const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
-                        const MaybeTensor& bias, double eps, c10::string_view activation,
+                        const MaybeTensor& bias, double /*eps*/, c10::string_view activation,
                         at::ArrayRef<double> params, std::array<bool, 3> output_mask) {
-  const CheckedActivation f = check_backward(grad_output, input, mean, rstd, num_groups, weight,
-                                             bias, eps, activation, params);
+  const CheckedActivation f =
+      check_backward(grad_output, input, mean, rstd, num_groups, weight, bias, activation, params);
   output_mask[1] &= defined(weight);
   output_mask[2] &= defined(bias);
   Tensor dinput, dweight, dbias;
@@ -203,7 +203,7 @@ struct Kernels {
                     const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                     c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
     const CheckedActivation f =
-        check_arguments(op, input, num_groups, weight, bias, eps, activation, params, dtype);
+        check_arguments(op, input, num_groups, weight, bias, activation, params, dtype);
     const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
     Tensor output, mean, rstd;
     if (save) std::tie(mean, rstd) = empty_statistics(input, num_groups, output_dtype);
@@ -246,7 +246,7 @@ struct Kernels {
       return backward_default(grad_output, input, mean, rstd, num_groups, weight, bias, eps,
                               activation, params, output_mask);
     const CheckedActivation f = check_backward(grad_output, input, mean, rstd, num_groups, weight,
-                                               bias, eps, activation, params);
+                                               bias, activation, params);
     output_mask[1] &= defined(weight);
     output_mask[2] &= defined(bias);
     Backward p{};
@@ -294,7 +294,7 @@ Triple empty_results(const Tensor& input, int64_t num_groups, const MaybeTensor&
                      const MaybeTensor& bias, double eps, c10::string_view activation,
                      at::ArrayRef<double> params, MaybeDtype dtype) {
   const CheckedActivation f =
-      check_arguments(kOp, input, num_groups, weight, bias, eps, activation, params, dtype);
+      check_arguments(kOp, input, num_groups, weight, bias, activation, params, dtype);
   const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
   auto [mean, rstd] = empty_statistics(input, num_groups, output_dtype);
   return {empty_result(input, output_dtype, f.functor), mean, rstd};

@@ -16,7 +16,8 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "fxfuse", "kernels")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Builds a wheel from a copy of the sources, which leaves no build folder in the checkout."""
-    pytest.importorskip("pip")
+    for needed in ("pip", "hatchling"):
+        pytest.importorskip(needed)
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
