@@ -291,7 +291,7 @@ using CudaKernels = Kernels<cuda::run_forward, cuda::run_backward>;
 // The same checks and the same result, without a value: the fake kernels call it, so that the real
 // and the fake operator cannot differ.
 Triple empty_results(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
-                     const MaybeTensor& bias, double eps, c10::string_view activation,
+                     const MaybeTensor& bias, double /*eps*/, c10::string_view activation,
                      at::ArrayRef<double> params, MaybeDtype dtype) {
   const CheckedActivation f =
       check_arguments(kOp, input, num_groups, weight, bias, activation, params, dtype);
