@@ -549,8 +549,9 @@ def _fused_class(cls: Any) -> type:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # torch.compile goes through here and keeps the fusion and its guards; an exported program
-        # is to run where there is no fxfuse.
-        if not torch.compiler.is_exporting():
+        # is to run where there is no fxfuse.  The flag itself, because Dynamo of torch 2.11 takes
+        # is_exporting() for true wherever it compiles.
+        if not torch.compiler._is_exporting_flag:
             plan = self.__dict__.get(_PLAN)
             if plan is not None and (found := plan.find(args, kwargs)) is not None:
                 run, tensors = found
