@@ -47,11 +47,12 @@ def group_norm_activation(
         weight: ``(C)`` or None.
         bias: ``(C)`` or None.
         eps: Added to the variance.
-        activation: ``"identity"``, ``"hardtanh"``, ``"clamp"``, ``"relu"``, ``"relu6"`` or
-            ``"silu"``. ``hardtanh`` and ``clamp`` give the same values; at a bound and at NaN the
-            gradient is that of the torch function of the name.
-        params: ``(min_val, max_val)`` for ``hardtanh`` and ``clamp``, which may be infinite;
-            else empty.
+        activation: ``"identity"``, ``"hardtanh"``, ``"clamp"``, ``"open_clamp"``, ``"relu"``,
+            ``"relu6"`` or ``"silu"``. The first three with bounds give the same values. The
+            gradient of ``hardtanh`` is 0 on a bound and passes NaN; ``clamp`` has the rule of
+            ``torch.clamp`` up to torch 2.13 (it passes on a bound, and is 0 at NaN),
+            ``open_clamp`` that from 2.14 on (0 at both).
+        params: ``(min_val, max_val)`` for those three, which may be infinite; else empty.
         dtype: Of the result; None for the input's. Statistics are float32 or wider.
         channels_last: ``"keep"`` returns a channels_last result for a channels_last input on
             every device; ``"eager"`` returns a contiguous one on CUDA, as eager does.
@@ -106,6 +107,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "identity": lambda z: z,
     "hardtanh": F.hardtanh,
     "clamp": torch.clamp,
+    "open_clamp": torch.clamp,
     "relu": F.relu,
     "relu6": F.relu6,
     "silu": F.silu,

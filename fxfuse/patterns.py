@@ -226,7 +226,8 @@ def clamp_activation() -> str | None:
 
     Returns:
         `"clamp"` where the gradient passes on a bound and not at NaN (torch 2.11 to 2.13),
-        `"hardtanh"` where it is the other way round, None where it is neither.
+        `"open_clamp"` where it passes at neither (torch 2.14), `"hardtanh"` where it passes at NaN
+        only, None where it is none of these.
     """
     clamps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         lambda x: x.clamp(0, 1),
@@ -235,16 +236,19 @@ def clamp_activation() -> str | None:
         lambda x: x.clamp_min(1),
         lambda x: x.clamp_max(1),
     )
-    rules = set()
+    rules: set[tuple[float, ...]] = set()
     # Whoever calls may be tracing, or have turned gradients off.
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         for clamp in clamps:
             x = torch.tensor([1.0, math.nan], device="cpu", requires_grad=True)
             (grad,) = torch.autograd.grad(clamp(x).sum(), x)
             rules.add(tuple(grad.tolist()))
-    if rules == {(1.0, 0.0)}:
-        return "clamp"
-    return "hardtanh" if rules == {(0.0, 1.0)} else None
+    names: dict[tuple[float, ...], str] = {
+        (1.0, 0.0): "clamp",
+        (0.0, 0.0): "open_clamp",
+        (0.0, 1.0): "hardtanh",
+    }
+    return names.get(rules.pop()) if len(rules) == 1 else None
 
 
 def _transparent(node: fx.Node, root: nn.Module) -> Part | None:

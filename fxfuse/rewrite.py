@@ -52,7 +52,7 @@ class Reason(Enum):
     CROSSED_BOUNDS = "min_val {low} is greater than max_val {high}, which raises in torch."
     NO_BOUND = "A clamp without bounds raises in torch."
     OUT_ARGUMENT = "The result is written to an out= argument."
-    CLAMP_GRADIENT = "The gradient of this torch's clamp is neither clamp's nor hardtanh's."
+    CLAMP_GRADIENT = "The gradient of this torch's clamp follows a rule that no kernel has."
     COMPUTED_ARGUMENT = "{name} is a {kind}, not a Python number."
     BAD_NUM_GROUPS = "{num_groups} groups cannot divide {num_channels} channels."
     BAD_AFFINE = "{name} is not one floating-point value per channel."

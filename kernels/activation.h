@@ -31,8 +31,8 @@ struct Hardtanh {
   }
 };
 
-// torch.clamp: the same values (upper bound last, so it wins where the bounds cross), but the
-// gradient passes on a bound and is 0 at NaN.  A missing bound is an infinite one.
+// torch.clamp up to 2.13: the same values (upper bound last, so it wins where the bounds cross),
+// but the gradient passes on a bound and is 0 at NaN.  A missing bound is an infinite one.
 template <class V>
 struct Clamp : Hardtanh<V> {
   // Not `using Hardtanh<V>::Hardtanh`: GCC compiles an inherited constructor for the wrong target.
@@ -40,6 +40,16 @@ struct Clamp : Hardtanh<V> {
   FXFUSE_INLINE V grad(V z, V dy) const {
     dy = select(z >= this->low, dy, V{});
     return select(z <= this->high, dy, V{});
+  }
+};
+
+// torch.clamp from 2.14 on: the gradient is 0 on a bound and at NaN.
+template <class V>
+struct OpenClamp : Hardtanh<V> {
+  FXFUSE_INLINE explicit OpenClamp(const double* params) : Hardtanh<V>(params) {}
+  FXFUSE_INLINE V grad(V z, V dy) const {
+    dy = select(z > this->low, dy, V{});
+    return select(z < this->high, dy, V{});
   }
 };
 

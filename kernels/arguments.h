@@ -31,8 +31,10 @@ struct ActivationRow {
 };
 
 constexpr ActivationRow kActivations[] = {
-    {"identity", kIdentity, 0, {}}, {"hardtanh", kHardtanh, 2, {}},  {"clamp", kClamp, 2, {}},
-    {"relu", kReLU, 0, {}},         {"relu6", kHardtanh, 0, {0, 6}}, {"silu", kSiLU, 0, {}},
+    {"identity", kIdentity, 0, {}}, {"hardtanh", kHardtanh, 2, {}},
+    {"clamp", kClamp, 2, {}},       {"open_clamp", kOpenClamp, 2, {}},
+    {"relu", kReLU, 0, {}},         {"relu6", kHardtanh, 0, {0, 6}},
+    {"silu", kSiLU, 0, {}},
 };
 
 inline const ActivationRow& find_activation(const char* op, c10::string_view name) {

@@ -40,6 +40,7 @@ Tensor activate(const Tensor& z, const CheckedActivation& f) {
     case kHardtanh:
       return at::hardtanh(z, f.params[0], f.params[1]);
     case kClamp:
+    case kOpenClamp:
       return at::clamp(z, f.params[0], f.params[1]);
     case kReLU:
       return at::relu(z);
@@ -58,6 +59,8 @@ Tensor activation_grad(const Tensor& z, const Tensor& dy, const CheckedActivatio
       return dy.masked_fill(z.le(low).logical_or(z.ge(high)), 0);
     case kClamp:
       return dy.masked_fill(z.ge(low).logical_and(z.le(high)).logical_not(), 0);
+    case kOpenClamp:
+      return dy.masked_fill(z.gt(low).logical_and(z.lt(high)).logical_not(), 0);
     case kReLU:
       return dy.masked_fill(z.le(0), 0);
     case kSiLU: {

@@ -32,6 +32,7 @@ PARAMS: dict[str, list[tuple[float, ...]]] = {
     "silu": [()],
     "hardtanh": [(-1, 1), (-2, 2), (0.1, 0.7), (-0.5, -0.5), (0, math.inf), (-math.inf, math.inf)],
     "clamp": [(-1, 1), (-0.1, 0.3), (1, -1), (-math.inf, 0.5), (-0.25, math.inf)],
+    "open_clamp": [(-1, 1), (1, -1), (-0.25, math.inf)],
 }
 
 # `device` is function-scoped only so that a test may have it beside other fixtures.
@@ -347,6 +348,8 @@ def activation_slope(activation: str, z: Array, bounds: list[float]) -> Array:
         return s * (1 + z * (1 - s))
     if activation == "clamp":
         return ((z >= bounds[0]) & (z <= bounds[1])).astype(z.dtype)
+    if activation == "open_clamp":
+        return ((z > bounds[0]) & (z < bounds[1])).astype(z.dtype)
     return 1 - ((z <= bounds[0]) | (z >= bounds[1])).astype(z.dtype)
 
 

@@ -31,9 +31,16 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from fxfuse import library, ops
+from fxfuse.patterns import clamp_activation
 
 INF, NAN = math.inf, math.nan
-OUR_BOUNDS = {"hardtanh": (-1.0, 1.0), "clamp": (-1.0, 1.0), "relu": (), "relu6": ()}
+OUR_BOUNDS = {
+    "hardtanh": (-1.0, 1.0),
+    "clamp": (-1.0, 1.0),
+    "open_clamp": (-1.0, 1.0),
+    "relu": (),
+    "relu6": (),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -350,7 +357,7 @@ def test_case_27_the_gradient_at_nan_at_every_length(
     device: torch.device, activation: str, dtype: torch.dtype
 ) -> None:
     """A NaN bias makes z NaN and leaves x_hat a number, so every gradient shows the rule."""
-    passes = activation != "clamp"
+    passes = activation not in ("clamp", "open_clamp")
     for length in range(1, 41):
         for shape in ((2, 2, length), (2, 2 * length)):
             channels = shape[1]
@@ -378,7 +385,8 @@ def test_case_27_and_28_the_rules_are_those_of_the_installed_torch(device: torch
         z = torch.tensor(values, device=device, dtype=torch.float32, requires_grad=True)
         return torch.autograd.grad(f(z).sum(), z)[0].tolist()
 
-    assert slopes(lambda z: torch.clamp(z, -1, 1), -1, 0, 1, 2, NAN) == [1, 1, 1, 0, 0]
+    clamp = {"clamp": [1, 1, 1, 0, 0], "open_clamp": [0, 1, 0, 0, 0]}[str(clamp_activation())]
+    assert slopes(lambda z: torch.clamp(z, -1, 1), -1, 0, 1, 2, NAN) == clamp
     assert slopes(lambda z: F.hardtanh(z, -1, 1), -1, 0, 1, 2) == [0, 1, 0, 0]
     assert slopes(F.relu6, 0, 3, 6, 7) == [0, 1, 0, 0]
     assert slopes(F.relu, -1, 0, 1, NAN) == [0, 0, 1, 1]
@@ -395,6 +403,9 @@ def test_case_27_and_28_the_rules_are_those_of_the_installed_torch(device: torch
     ("clamp", (-INF, 1.0), 1.0, True),
     ("clamp", (-0.1, 0.1), -0.1, True),
     ("clamp", (0.5, 0.5), 0.5, True),
+    ("open_clamp", (-1.0, 1.0), -1.0, False),
+    ("open_clamp", (-1.0, 1.0), 1.0, False),
+    ("open_clamp", (0.5, 0.5), 0.5, False),
     ("relu", (), 0.0, False),
     ("relu6", (), 0.0, False),
     ("relu6", (), 6.0, False),

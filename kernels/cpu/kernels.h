@@ -28,6 +28,8 @@ const Kernels<Accumulate<T>>& table(Activation activation) {
       return kTable<T, Hardtanh>;
     case kClamp:
       return kTable<T, Clamp>;
+    case kOpenClamp:
+      return kTable<T, OpenClamp>;
     case kReLU:
       return kTable<T, ReLU>;
     case kSiLU:

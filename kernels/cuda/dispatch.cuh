@@ -59,6 +59,8 @@ class ActivationOf {
         return body(Hardtanh<A>(params));
       case kClamp:
         return body(Clamp<A>(params));
+      case kOpenClamp:
+        return body(OpenClamp<A>(params));
       case kReLU:
         return body(ReLU<A>(params));
       case kSiLU:
