@@ -64,7 +64,8 @@ def group_norm_activation(
 
     Raises:
         ValueError: If there is one value per group and ``verify_batch_size`` is set.
-        RuntimeError: If an argument is not as described.
+        RuntimeError: If an argument is not as described, or for an empty input that the installed
+            torch refuses.
     """
     if has_torch_function_variadic(input, weight, bias):
         # as F.group_norm does it: one call for a tracer's proxy, the subclass's own for others
@@ -83,13 +84,14 @@ def group_norm_activation(
             verify_batch_size=verify_batch_size,
         )
         return result
-    if verify_batch_size and input.dim() >= 2 and num_groups > 0:
+    if input.dim() >= 2 and num_groups > 0:
         size = input.size()
         values = size[0] * (size[1] // num_groups)
         for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
             values *= extent
-        if values == 1:
-            # F.group_norm has the rule and its message
+        if input.numel() == 0 or (values == 1 and verify_batch_size):
+            # What torch does not take: F.group_norm has the rules, which are not the same in every
+            # torch, and the messages.
             F.group_norm(input, num_groups, weight, bias, eps)
     if channels_last == "eager" and input.is_cuda:
         # Flat and back, because sizes of 1 let channels_last strides pass for contiguous ones.

@@ -255,8 +255,13 @@ def test_case_25_nothing_in_it(
         bias = torch.ones(shape[1], device=device, dtype=dtype, requires_grad=True)
         x.requires_grad_()
         args = (x, num_groups, weight, bias, 1e-5, activation, params)
+        try:
+            theirs = eager(x.cpu(), num_groups, weight.cpu(), bias.cpu(), 1e-5, activation, params)
+        except RuntimeError:  # torch 2.14 where nothing follows the channels
+            with pytest.raises(RuntimeError, match="Expected"):
+                ops.group_norm_activation(*args)
+            continue
         y = ops.group_norm_activation(*args)
-        theirs = eager(x.cpu(), num_groups, weight.cpu(), bias.cpu(), 1e-5, activation, params)
         assert (y.shape, y.stride(), y.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t.detach()) for t in (x, weight, bias)]
