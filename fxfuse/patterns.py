@@ -57,7 +57,14 @@ def fusions(channels_last: ops.ChannelsLast = "keep") -> tuple[Fusion, ...]:
 
     Args:
         channels_last: As in `fuse`.
+
+    Raises:
+        ValueError: If it is neither.
     """
+    if channels_last not in ("keep", "eager"):
+        raise ValueError(
+            f"fxfuse: expected channels_last to be 'keep' or 'eager', got {channels_last!r}"
+        )
     row = functools.partial(
         Fusion,
         steps=(_group_norm, _activation),

@@ -186,6 +186,8 @@ class _Operation:
                 self._rewrite(module)
             except Untraceable as error:
                 self._refuse(module, error.refusal)
+            except Exception as error:  # one odd layer costs its own fusions, not the model
+                self._refuse(module, tracing.untraceable(error).refusal)
 
     def _may_hold_a_site(self, module: nn.Module) -> bool:
         """Whether to trace: for a norm that no graph has called, or a chain that may go on."""
@@ -204,6 +206,8 @@ class _Operation:
         """
         if "forward" in vars(module):
             raise Untraceable(Reason.OWN_FORWARD.because(module=type(module).__name__))
+        if not isinstance(inspect.getattr_static(type(module), "forward"), types.FunctionType):
+            raise Untraceable(Reason.UNTRACEABLE.because(error="it is not a plain method"))
         variants: list[Variant] = []
         found: list[Site] = []
         entered: set[nn.Module] = set()

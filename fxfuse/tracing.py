@@ -39,6 +39,12 @@ class Untraceable(Exception):
         self.refusal = refusal
 
 
+def untraceable(error: Exception) -> Untraceable:
+    """What any other exception means for the module that it came from."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return Untraceable(Reason.UNTRACEABLE.because(error=text[:200].rstrip(".")))
+
+
 @dataclass(frozen=True)
 class Trace:
     """A graph and what it takes for granted.
@@ -148,8 +154,7 @@ class _Tracer(fx.Tracer):
             frames = traceback.walk_tb(error.__traceback__)
             if any(f.f_globals.get("__name__") == "torch.utils.checkpoint" for f, _ in frames):
                 raise Untraceable(Reason.CONTEXT_MANAGER.because()) from error
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise Untraceable(Reason.UNTRACEABLE.because(error=text[:200])) from error
+            raise untraceable(error) from error
         for (owner, name), value in self.attributes.items():
             if (kept := _snapshot(value)) is _MUTABLE:
                 path = ".".join(filter(None, (names[owner], name)))

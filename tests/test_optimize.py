@@ -830,6 +830,35 @@ def test_wrong_argument() -> None:
         fxfuse.optimize(3)  # type: ignore[type-var]
     with pytest.raises(ValueError, match=r"fxfuse\.report: expected a model"):
         fxfuse.report(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="channels_last to be 'keep' or 'eager', got 'no'"):
+        fxfuse.optimize(sequential(), channels_last="no")  # type: ignore[arg-type]
+
+
+def test_an_odd_forward_costs_only_its_own_fusions() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.GroupNorm(4, 12)
+
+        forward = staticmethod(print)  # has a signature that no method has
+
+    class Caller:
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            return lambda x: instance.norm(x) if instance is not None else x
+
+    class Described(nn.Module):
+        forward = Caller()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.GroupNorm(4, 12)
+
+    model = nn.ModuleDict({"odd": Odd(), "described": Described(), "block": sequential()})
+    optimized = fxfuse.optimize(model)
+    assert fused(optimized) == 1
+    codes = {site.module: site.code for site in fxfuse.report(optimized).sites}
+    assert codes == {"odd.norm": "untraceable", "described.norm": "untraceable", "block.1": "fused"}
+    assert_same(model["described"], optimized["described"], inputs())
 
 
 # ---- other doors ----------------------------------------------------------------------------
