@@ -287,7 +287,8 @@ class _Operation:
         ]
         self.settled.update(norm for _, norm in norms)
         sites = [_norm_site(norm, path, refusal) for path, norm in norms]
-        if not norms and _mentions_group_norm(module):
+        # Code may name the function, or an attribute of that name, which may be None.
+        if not norms and _mentions_group_norm(module) and not hasattr(module, "group_norm"):
             sites = [Site("group_norm", "", "", False, refusal.reason.code, refusal.sentence)]
         self.sites[module] = sites
 

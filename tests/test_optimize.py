@@ -834,6 +834,24 @@ def test_wrong_argument() -> None:
         fxfuse.optimize(sequential(), channels_last="no")  # type: ignore[arg-type]
 
 
+def test_a_functional_norm_of_an_untraceable_forward_is_reported() -> None:
+    class Functional(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.relu(F.group_norm(x, 4))
+            return y if y.sum() > 0 else x
+
+    class Optional(Functional):
+        """As diffusers' attention: no norm of the name was asked for."""
+
+        group_norm = None
+
+    model = nn.ModuleDict({"a": Functional(), "b": Optional()})
+    sites = fxfuse.report(fxfuse.optimize(model)).sites
+    assert [(site.module, site.norm, site.code) for site in sites] == [
+        ("a", "group_norm", "untraceable")
+    ]
+
+
 def test_an_odd_forward_costs_only_its_own_fusions() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
