@@ -7,13 +7,14 @@ own graph tells whether a chain may go on from its result, or may have begun bef
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxfuse import tracing
-from fxfuse.rewrite import Fusion, Reader
+from fxfuse import nodes, tracing
+from fxfuse.rewrite import Fusion, Reader, Reason, Refusal
 from fxfuse.tracing import Untraceable
 
 
@@ -105,6 +106,20 @@ class Boundaries:
         return None if graph is None else (child, graph)
 
 
+def not_entered(module: nn.Module) -> Refusal | None:
+    """Why neither a module nor what lies below it is touched."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return Reason.SCRIPT_MODULE.because()
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if module._compiled_call_impl is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    ):
+        return Reason.COMPILED_MODULE.because()
+    if isinstance(module, fx.GraphModule):
+        return Reason.GRAPH_MODULE.because()
+    return None
+
+
 def _reads(step: Reader, node: fx.Node, module: nn.Module) -> bool:
     """Whether a step could take a node as it is, and not only what is inside of it."""
     part = step(node, module)
@@ -114,12 +129,10 @@ def _reads(step: Reader, node: fx.Node, module: nn.Module) -> bool:
 def _graph(module: nn.Module) -> fx.Graph | None:
     """The graph of a module that may be inlined: with nothing beside its class's forward."""
     library = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
-    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     if (
         (library and not isinstance(module, nn.Sequential))
-        or any(getattr(module, f"_{kind}") for kind in hooks)
-        or "forward" in vars(module)
-        or isinstance(module, (torch.jit.ScriptModule, fx.GraphModule))
+        or not_entered(module) is not None
+        or nodes.obstacle(module, type(module)) is not None
     ):
         return None
     try:

@@ -199,7 +199,7 @@ def _read_module(path: str, root: nn.Module, node: fx.Node) -> Reading | None:
         if isinstance(value, torch.Tensor):
             value = Attribute(f"{path}.{name}", value)
         arguments[name] = value
-    return Reading(operation, arguments, _obstacle(module, known))
+    return Reading(operation, arguments, obstacle(module, known))
 
 
 def _bind(signature: inspect.Signature, node: fx.Node) -> dict[str, Any] | None:
@@ -211,7 +211,13 @@ def _bind(signature: inspect.Signature, node: fx.Node) -> dict[str, Any] | None:
     return dict(bound.arguments)
 
 
-def _obstacle(module: nn.Module, known: type[nn.Module]) -> str | None:
+def obstacle(module: nn.Module, known: type[nn.Module]) -> str | None:
+    """What a module does beside its class's forward, as in `Reading`; None if nothing.
+
+    Args:
+        module: The module.
+        known: The class that it is taken for.
+    """
     # Parametrization swaps the module's class, so it is asked about first.
     if parametrize.is_parametrized(module):
         return "parametrized"

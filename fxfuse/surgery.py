@@ -17,7 +17,6 @@ import functools
 import inspect
 import itertools
 import linecache
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -173,7 +172,7 @@ class _Operation:
         if module in self.sites:
             return
         self.sites[module] = []
-        if (refusal := _not_entered(module)) is not None:
+        if (refusal := boundaries.not_entered(module)) is not None:
             self._refuse(module, refusal)
             return
         for child in module.children():
@@ -295,20 +294,6 @@ class _Operation:
 
 def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op == "call_module")
-
-
-def _not_entered(module: nn.Module) -> Refusal | None:
-    """Why neither a module nor what lies below it is touched."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return Reason.SCRIPT_MODULE.because()
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if module._compiled_call_impl is not None or (
-        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    ):
-        return Reason.COMPILED_MODULE.because()
-    if isinstance(module, fx.GraphModule):
-        return Reason.GRAPH_MODULE.because()
-    return None
 
 
 # ---- a look at the code ---------------------------------------------------------------------

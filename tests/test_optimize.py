@@ -1073,8 +1073,12 @@ def test_children_that_are_not_inlined() -> None:
     hooked, own = Around(norm_last(), nn.ReLU()), Around(norm_last(), nn.ReLU())
     hooked.first.register_forward_hook(lambda m, args, y: y + 1)
     own.first.forward = lambda x: x + 1  # type: ignore[method-assign]
-    for model in (hooked, own):
-        optimized = fxfuse.optimize(model)
+    compiled = Around(norm_last(), nn.ReLU())
+    compiled.first.compile(backend="eager")
+    for model in (hooked, own, compiled):
+        expected = model(inputs())
+        # In place, because a copy of a compiled module is not compiled.
+        optimized = fxfuse.optimize(model, inplace=True)
         assert fused(optimized) == 0
         torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
