@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxfuse import library, nodes, ops, rewrite
 from fxfuse.nodes import Attribute
-from fxfuse.rewrite import Fusion, FusionReport, Match, Part, Reason, Refusal
+from fxfuse.rewrite import Fusion, FusionReport, Match, Part, Reason, Refusal, Site
 
 
 def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "keep") -> FusionReport:
@@ -38,18 +38,22 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
         One entry for each GroupNorm: fused, or the reason why not.
     """
     available = library.load()
-    sites = rewrite.apply(
-        graph_module.graph, graph_module, fusions(channels_last), analyse_only=not available
-    )
-    if not available:
-        sites = [
-            site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites
-        ]
+    sites = apply(graph_module.graph, graph_module, fusions(channels_last), available=available)
     report = FusionReport(tuple(sites))
     if report.matched:
         graph_module.graph.lint()
         graph_module.recompile()
     return report
+
+
+def apply(
+    graph: fx.Graph, root: nn.Module, table: tuple[Fusion, ...], *, available: bool
+) -> list[Site]:
+    """`rewrite.apply` where the library is available; else only says so of what it would fuse."""
+    sites = rewrite.apply(graph, root, table, analyse_only=not available)
+    if available:
+        return sites
+    return [site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites]
 
 
 def fusions(channels_last: ops.ChannelsLast = "keep") -> tuple[Fusion, ...]:

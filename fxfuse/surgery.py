@@ -221,15 +221,13 @@ class _Operation:
                 self.open -= {module.get_submodule(str(n.target)) for n in _calls(trace.graph)}
                 if self.boundaries.opens(module, trace.graph) is not None:
                     self.open.add(module)
-            sites = rewrite.apply(trace.graph, module, self.table, analyse_only=not self.available)
+            sites = patterns.apply(trace.graph, module, self.table, available=self.available)
             if any(site.fused for site in sites):
                 variants.append(Variant.of(module, trace, sites, inlined))
             if mode == module.training:
                 found, entered = sites, inlined
             if not any(m is module and name == "training" for m, name, _ in trace.attributes):
                 break
-        if not self.available:
-            found = [s.with_reason(Reason.LIBRARY_UNAVAILABLE) if s.match else s for s in found]
         found = [
             dataclasses.replace(site, match=None)
             for site in found

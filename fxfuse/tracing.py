@@ -87,6 +87,12 @@ def trace(module: nn.Module, inlined: Collection[nn.Module] = ()) -> Trace:
         return _Tracer(module, inlined).run()
 
 
+def _is_library(frame: types.FrameType) -> bool:
+    """Whether code of torch or of ours runs in a frame, and not the model's."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name == "torch" or name.startswith(("torch.", "fxfuse."))
+
+
 # ---- proxies --------------------------------------------------------------------------------
 
 
@@ -102,8 +108,7 @@ class _UnknownProxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        if asker == "torch" or asker.startswith(("torch.", "fxfuse.")):
+        if _is_library(sys._getframe(1)):
             return type(self)
         raise Untraceable(
             Reason.UNTRACEABLE.because(error="it asks for the type of a computed value")
@@ -257,8 +262,7 @@ class _Tracer(fx.Tracer):
         """The innermost line of the forward that is neither torch's nor ours."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self.base:
-            name = frame.f_globals.get("__name__", "")
-            if not (name == "torch" or name.startswith(("torch.", "fxfuse."))):
+            if not _is_library(frame):
                 code = frame.f_code
                 return f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'
             frame = frame.f_back
