@@ -122,7 +122,7 @@ def test_case_39_a_killed_build_leaves_nothing_to_trip_on(
         first.wait()
         start = time.monotonic()
         second = python(load, environment(cache, CXX=str(recording_compiler)), sources=str(sources))
-        assert time.monotonic() - start < 240  # a hang would wait for the pause above
+        assert time.monotonic() - start < 120  # 25 s on a quiet machine
         loaded, path = second.stdout.split()
         assert loaded == "True"
         assert Path(path).is_file()
