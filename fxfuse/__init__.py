@@ -4,11 +4,12 @@ from fxfuse.library import library_path
 from fxfuse.ops import group_norm_activation
 from fxfuse.patterns import fuse
 from fxfuse.rewrite import FusionReport, Site
-from fxfuse.surgery import optimize, report, restore
+from fxfuse.surgery import explain, optimize, report, restore
 
 __all__ = [
     "FusionReport",
     "Site",
+    "explain",
     "fuse",
     "group_norm_activation",
     "library_path",

@@ -1,18 +1,25 @@
-"""The command line: `python -m fxfuse demo`, `build` and `doctor`."""
+"""The command line: `python -m fxfuse demo`, `explain`, `build` and `doctor`."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import itertools
+import json
 import platform
 import subprocess
 import sys
 import time
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
+from torch import nn
 
-from fxfuse import demo, library
+import fxfuse
+from fxfuse import demo, library, reports
 
 DTYPES = {
     "float32": torch.float32,
@@ -35,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m fxfuse", description="Fuses GroupNorm and activations.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="fuse one chain; show graphs, errors and times"))
+    _add_explain(commands.add_parser("explain", help="say of each GroupNorm of a model: fused?"))
     build = commands.add_parser("build", help="build the library now; print where it lies")
     build.set_defaults(run=_build)
     doctor = commands.add_parser("doctor", help="print what fxfuse finds here and what is missing")
@@ -105,6 +113,117 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     )
     # With the figures on stdout, the text goes to stderr.
     return demo.run(settings, Console(stderr=options.json == "-"), options.json)
+
+
+def _add_explain(parser: Parser) -> None:
+    parser.description = (
+        "Says of each GroupNorm of a model whether fxfuse.optimize would fuse it, or why not. "
+        "Needs no GPU and no compiler; the model is built without weights where it allows that."
+    )
+    parser.add_argument(
+        "factory",
+        metavar="package.module:factory",
+        help="what to call for the model, or the model itself",
+    )
+    parser.add_argument(
+        "--args",
+        nargs="*",
+        default=[],
+        metavar="ARG",
+        help="its arguments: Python literals or strings, by position or as name=value",
+    )
+    parser.add_argument(
+        "--input",
+        type=_example,
+        action="append",
+        metavar="SHAPE[:DTYPE]",
+        help="shape of an argument of a call, such as 1,3,224,224 or 1,77:int64, for the "
+        "report's shapes; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the module tree")
+    parser.set_defaults(run=lambda options: _explain(parser, options))
+
+
+def _example(text: str) -> tuple[tuple[int, ...], torch.dtype]:
+    sizes, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    try:
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        if min(shape, default=0) < 0 or not isinstance(dtype, torch.dtype):
+            raise ValueError
+    except ValueError:
+        message = f"expected sizes such as 1,3,224,224 or 1,77:int64, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+    return shape, dtype
+
+
+def _explain(parser: Parser, options: argparse.Namespace) -> int:
+    model = _model(parser, options)
+    inputs = None
+    if options.input is not None:
+        first = next(itertools.chain(model.parameters(), model.buffers()), None)
+        device = "meta" if first is None else first.device
+        inputs = tuple(torch.empty(s, dtype=dtype, device=device) for s, dtype in options.input)
+    report = fxfuse.explain(model, example_inputs=inputs)
+    if options.html is not None:
+        page = reports.to_html(report, model, options.factory)
+        try:
+            Path(options.html).write_text(page, encoding="utf-8")
+        except OSError as error:
+            parser.error(f"argument --html: {error}")
+    if options.json:
+        print(json.dumps({"model": options.factory, **reports.as_dict(report)}, indent=2))
+        return 0
+    width = Console().width if sys.stdout.isatty() else 120
+    print(reports.render(report, width))
+    if report.coverage is not None:
+        print(f"Coverage: {report.coverage:.0f} %")
+    remedies = {reports.outcome(s): reports.remedy(s) for s in report.sites if not s.fused}
+    for outcome, remedy in remedies.items():
+        print(f"{outcome}: {remedy}")
+    return 0
+
+
+def _model(parser: Parser, options: argparse.Namespace) -> nn.Module:
+    """The model that the command line names, on the meta device if it can be made there."""
+    module, _, attribute = options.factory.partition(":")
+    sys.path.insert(0, "")  # a factory in the current folder, as `python -m` has it
+    try:
+        factory: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            factory = getattr(factory, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        parser.error(f"argument package.module:factory: {error}")
+    args, kwargs = [], {}
+    for text in options.args:
+        name, equals, value = text.partition("=")
+        if equals and name.isidentifier():
+            kwargs[name] = _literal(value)
+        else:
+            args.append(_literal(text))
+    model = factory
+    if not isinstance(factory, nn.Module):
+        if not callable(factory):
+            parser.error(f"argument package.module:factory: {options.factory} cannot be called")
+        try:
+            with torch.device("meta"):
+                model = factory(*args, **kwargs)
+        except Exception:  # some constructors read the values that they make
+            try:
+                model = factory(*args, **kwargs)
+            except Exception as error:
+                parser.error(f"{options.factory} raised {type(error).__name__}: {error}")
+    if not isinstance(model, nn.Module):
+        parser.error(f"{options.factory} gave a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _build(_: argparse.Namespace) -> int:

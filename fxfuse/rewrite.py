@@ -170,6 +170,7 @@ class Site:
         reason: Its sentence.
         module: The path of the norm's module, or of the module around a functional norm.
         source: The line of the model's source, as `File "model.py", line 12`, where it is known.
+        shape: Of the norm's input, where it is known.
         match: The nodes, where the chain matched.
     """
 
@@ -181,6 +182,7 @@ class Site:
     reason: str
     module: str | None = None
     source: str | None = None
+    shape: tuple[int, ...] | None = None
     match: Match | None = field(default=None, repr=False, compare=False)
 
     def with_reason(self, reason: Reason) -> Site:
@@ -220,9 +222,12 @@ class FusionReport:
         """How many sites are left as they were, each with its reason."""
         return len(self.sites) - sum(site.fused or self._fusible(site) for site in self.sites)
 
-    def merge(self, *others: FusionReport) -> FusionReport:
-        """One report of the sites of this and others."""
-        return FusionReport(sum((other.sites for other in others), self.sites))
+    @property
+    def coverage(self) -> float | None:
+        """How many of all norms are fused or can be, in per cent; None where there is none."""
+        if not self.sites:
+            return None
+        return 100 * (len(self.sites) - self.refused) / len(self.sites)
 
     def __str__(self) -> str:
         # Late, so that the engine itself depends on torch alone.

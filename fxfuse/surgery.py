@@ -18,12 +18,15 @@ import inspect
 import itertools
 import linecache
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from fxfuse import boundaries, guards, library, ops, patterns, rewrite, tracing
 from fxfuse.rewrite import FusionReport, Reason, Refusal, Site
@@ -100,12 +103,68 @@ def report(model: nn.Module) -> FusionReport:
     return FusionReport(tuple(_below(name, site) for name, plan in plans for site in plan.sites))
 
 
+def explain(model: nn.Module, *, example_inputs: tuple[Any, ...] | None = None) -> FusionReport:
+    """What `optimize` would do to a model, which stays as it is.
+
+    Needs no compiled library, no GPU and no weights: the model may lie on the meta device.
+
+    Args:
+        model: Any module.
+        example_inputs: The positional arguments of a call.  Where given, the model's forward runs
+            once on fake tensors, so that the report has the shapes that the norms see.
+
+    Returns:
+        One entry for each GroupNorm: fusible, already fused, or the reason why neither.
+
+    Raises:
+        TypeError: If `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"fxfuse.explain: expected model to be a Module, got {kind}")
+    duplicate = _share(model)
+    sites = _Operation(duplicate, patterns.fusions("keep"), available=True).run()
+    sites = tuple(
+        site.with_reason(Reason.FUSIBLE) if site.code == Reason.FUSED.code else site
+        for site in sites
+    )
+    if example_inputs is not None:
+        shapes = _shapes(restore(duplicate), example_inputs)
+        sites = tuple(
+            dataclasses.replace(site, shape=shapes.get(site.module or "")) for site in sites
+        )
+    return FusionReport(sites)
+
+
+def _shapes(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes that the norms of a model see first in a call, by their paths."""
+    # On fake tensors a call computes nothing, draws no random number and changes no buffer.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _share(model, mode.from_tensor)
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def look(path: str, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            shapes.setdefault(path, tuple(args[0].shape))
+
+    for path, module in model.named_modules():
+        if isinstance(module, nn.GroupNorm):
+            module.register_forward_pre_hook(lambda _, args, path=path: look(path, args))
+    try:
+        with mode, torch.no_grad():
+            model(*pytree.tree_map_only(Tensor, mode.from_tensor, example_inputs))
+    except Exception as error:
+        message = f"fxfuse.explain: the model did not run on the example inputs: {error}"
+        warnings.warn(message, stacklevel=3)
+    return shapes
+
+
 # ---- the copy -------------------------------------------------------------------------------
 
 
-def _share(model: _M) -> _M:
-    """A copy of the module tree around the same tensors."""
-    memo = {id(tensor): tensor for tensor in _tensors(model)}
+def _share(model: _M, stand_in: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> _M:
+    """A copy of the module tree around the same tensors, or around what stands in for each."""
+    memo: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in _tensors(model)}
     try:
         return copy.deepcopy(model, dict(memo))
     except Exception:

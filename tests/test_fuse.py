@@ -851,7 +851,7 @@ def test_report_says_what_and_where() -> None:
 
 def test_reports_merge_and_travel() -> None:
     one, two = fuse(trace(chain())), fuse(trace(nn.Sequential(chain(), nn.GroupNorm(1, 4))))
-    merged = FusionReport().merge(one, two)
+    merged = FusionReport((*one.sites, *two.sites))
     assert merged.sites == one.sites + two.sites
     assert (merged.matched, merged.refused) == (2, 1)
     assert pickle.loads(pickle.dumps(merged)) == merged
