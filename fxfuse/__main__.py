@@ -1,12 +1,14 @@
-"""The command line: `python -m fxfuse demo`, `explain`, `build` and `doctor`."""
+"""The command line: `python -m fxfuse demo`, `explain`, `bench`, `build` and `doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib
+import importlib.util
 import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from rich.console import Console
 from torch import nn
 
 import fxfuse
-from fxfuse import demo, library, reports
+from fxfuse import bench, demo, library, reports
 
 DTYPES = {
     "float32": torch.float32,
@@ -43,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="fuse one chain; show graphs, errors and times"))
     _add_explain(commands.add_parser("explain", help="say of each GroupNorm of a model: fused?"))
+    _add_bench(commands.add_parser("bench", help="time GroupNorm + activation against others"))
     build = commands.add_parser("build", help="build the library now; print where it lies")
     build.set_defaults(run=_build)
     doctor = commands.add_parser("doctor", help="print what fxfuse finds here and what is missing")
@@ -53,12 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.description = "Fuses Linear -> GroupNorm -> Hardtanh; shows graphs, errors and times."
-    parser.add_argument(
-        "--device",
-        type=_device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu, cuda or cuda:N (default: %(default)s)",
-    )
+    _add_device(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of x and the weights (%(default)s)"
     )
@@ -74,6 +72,57 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", metavar="FILE", help="write the figures too; - for stdout")
     parser.set_defaults(run=lambda options: _demo(parser, options))
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Checks and times GroupNorm + activation: eager, Inductor, Liger, apex and fxfuse, each "
+        "also in a CUDA graph, beside a copy of the same tensor."
+    )
+    parser.add_argument(
+        "--grid", choices=("quick", "full"), default="quick", help="which rows (%(default)s)"
+    )
+    _add_device(parser)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, nargs="+", help="rows of these alone (default: of all)"
+    )
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="rows with this in their name; * and ? match"
+    )
+    parser.add_argument("--backward", action="store_true", help="time the backward, alone")
+    parser.add_argument("--chain", action="store_true", help="with a Linear before the norm")
+    parser.add_argument("--tf32", action="store_true", help="let CUDA matmuls use TF32")
+    parser.add_argument(
+        "--inductor",
+        action=argparse.BooleanOptionalAction,
+        help="whether Inductor takes part (default: on CUDA; its CPU compiles are slow)",
+    )
+    parser.add_argument(
+        "--max-autotune",
+        action="store_true",
+        help="Inductor's max-autotune in every row, not only in those of the quick grid",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="processes that compile for Inductor beforehand (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=31, help="readings of each time, at most (%(default)s)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures too; - for stdout")
+    parser.add_argument("--plot", metavar="FILE", help="draw them too; needs matplotlib")
+    parser.set_defaults(run=lambda options: _bench(parser, options))
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N (default: %(default)s)",
+    )
 
 
 def _device(text: str) -> torch.device:
@@ -224,6 +273,41 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def _bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    on_cuda = options.device.type == "cuda"
+    settings = bench.Settings(
+        grid=options.grid,
+        device=options.device,
+        dtypes=options.dtype and tuple(DTYPES[name] for name in options.dtype),
+        only=options.only,
+        backward=options.backward,
+        chain=options.chain,
+        tf32=options.tf32,
+        inductor=on_cuda if options.inductor is None else options.inductor,
+        max_autotune=options.max_autotune,
+        jobs=options.jobs,
+        rounds=options.rounds,
+    )
+    if options.chain and options.backward:
+        parser.error("argument --backward: not together with --chain")
+    if options.tf32 and not (on_cuda and options.chain):
+        parser.error("argument --tf32: needs a CUDA device and --chain")
+    if options.rounds < 2:
+        parser.error(f"argument --rounds: expected 2 or more, got {options.rounds}")
+    if not settings.rows:
+        parser.error(f"no row of the {options.grid} grid has that dtype and a name with --only")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --plot: needs matplotlib, run pip install 'fxfuse[bench]'")
+    for file in (options.json, options.plot):
+        folder = os.path.dirname(file) if file not in (None, "-") else ""
+        if folder and not os.path.isdir(folder):
+            parser.error(f"there is no folder {folder!r}")
+    terminal = sys.stderr.isatty() if options.json == "-" else sys.stdout.isatty()
+    # In a file or a pipe the wide table is not folded.
+    out = Console(stderr=options.json == "-", width=None if terminal else 240)
+    return bench.run(settings, out, options.json, options.plot)
 
 
 def _build(_: argparse.Namespace) -> int:

@@ -9,10 +9,8 @@ import contextlib
 import copy
 import functools
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -22,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxfuse
+from fxfuse import timing
 
 Function = Callable[[Tensor], Tensor]
 
@@ -246,86 +245,35 @@ def _errors(part: Part, rows_at_once: int = 4096) -> list[Error]:
 
 
 def _times(part: Part, l2: str | None, progress: Progress) -> list[Time]:
-    """Times every run of a part and its floor, in turn, so that a disturbance meets all alike."""
-    functions: dict[str, Callable[[], object]] = {
+    """Times every run of a part and its floor, in turn."""
+    works: dict[str, timing.Work] = {
         name: functools.partial(function, part.input) for name, function in part.runs.items()
     }
-    functions[part.floor_name] = part.floor
-    with _clocks(functions, l2) as clocks:
-        task = progress.add_task(f"timing the {part.name}", total=SECONDS_PER_TABLE)
-        for clock in clocks.values():
-            clock()  # warm up
-        samples: dict[str, list[float]] = {name: [] for name in clocks}
-        start = time.perf_counter()
-        for done in range(MAX_ROUNDS):
-            elapsed = time.perf_counter() - start
-            progress.update(task, completed=elapsed, refresh=True)
-            if done >= MIN_ROUNDS and elapsed > SECONDS_PER_TABLE:
-                break
-            for name, clock in clocks.items():
-                samples[name].append(clock())
-        progress.remove_task(task)
-    times = []
-    for name, values in samples.items():
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        times.append(Time(part.name, name, l2, median, (low, high), len(values)))
-    return times
-
-
-@contextlib.contextmanager
-def _clocks(
-    functions: dict[str, Callable[[], object]], l2: str | None
-) -> Iterator[dict[str, Callable[[], float]]]:
-    """Turns each function into one that runs it once and returns the seconds it took."""
+    works[part.floor_name] = part.floor
     if l2 is None:
-        yield {name: _cpu_clock(function) for name, function in functions.items()}
+        clocks = {name: timing.cpu_clock(work) for name, work in works.items()}
     else:
-        size = 4 * torch.cuda.get_device_properties().L2_cache_size
-        flush = torch.empty(size, dtype=torch.uint8, device="cuda")
-        yield {
-            name: _cuda_clock(function, flush, hot=l2 == "hot")
-            for name, function in functions.items()
+        flush = timing.l2_flush()
+        clocks = {
+            name: timing.cuda_clock(_captured(work), before=flush, hot=l2 == "hot")
+            for name, work in works.items()
         }
+    task = progress.add_task(f"timing the {part.name}", total=SECONDS_PER_TABLE)
+    timings = timing.in_turn(
+        clocks,
+        seconds=SECONDS_PER_TABLE,
+        rounds=(MIN_ROUNDS, MAX_ROUNDS),
+        on_round=lambda elapsed: progress.update(task, completed=elapsed, refresh=True),
+    )
+    progress.remove_task(task)
+    return [
+        Time(part.name, name, l2, entry.median_s, entry.quartiles_s, entry.repeats)
+        for name, entry in timings.items()
+    ]
 
 
-def _cpu_clock(function: Callable[[], object]) -> Callable[[], float]:
-    def clock() -> float:
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
-
-    return clock
-
-
-def _cuda_clock(function: Callable[[], object], flush: Tensor, hot: bool) -> Callable[[], float]:
-    """Times a CUDA graph of the function, so that only the GPU's work counts.
-
-    Writing `flush` empties the L2 cache and keeps the GPU busy while the rest is enqueued; a first
-    replay, not timed, fills the cache again.
-    """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def clock() -> float:
-        flush.zero_()
-        if hot:
-            graph.replay()
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e-3
-
-    return clock
+def _captured(work: timing.Work) -> timing.Work:
+    return timing.capture(lambda: work)
 
 
 def _error_table(errors: list[Error]) -> Table:
@@ -356,19 +304,12 @@ def _time_table(part: Part, l2: str | None, times: list[Time]) -> Table:
         low, high = entry.quartiles_s
         table.add_row(
             entry.run,
-            _seconds(entry.median_s),
-            f"{_seconds(low)} - {_seconds(high)}",
+            timing.text(entry.median_s),
+            f"{timing.text(low)} - {timing.text(high)}",
             f"{median['eager'] / entry.median_s:.2f}",
             f"{entry.median_s / median[part.floor_name]:.2f}",
         )
     return table
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value * 1e6:.3g} us"
 
 
 def _write_json(
