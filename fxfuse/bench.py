@@ -116,38 +116,48 @@ class Settings:
 
 # ---- the contenders -------------------------------------------------------------------------
 
-Function = Callable[..., Tensor]  # of the tensor and the parameters
+Function = Callable[..., Tensor]  # of the tensor, and the parameters of Linear and norm
 
 
 class AbsentError(Exception):
     """This contender does not take part in this row; the message says why."""
 
 
+def _whole(row: Row, norm_activation: Function) -> Function:
+    """Puts the Linear before it, where the row has one."""
+    if row.in_features is None:
+        return norm_activation
+
+    def chain(x: Tensor, weight: Tensor, bias: Tensor, *affine: Tensor) -> Tensor:
+        return norm_activation(F.linear(x, weight, bias), *affine)
+
+    return chain
+
+
+def _activation(row: Row) -> Callable[[Tensor], Tensor]:
+    function, params = ops.ACTIVATIONS[row.activation], PARAMS[row.activation]
+    return lambda z: function(z, *params)
+
+
 def _eager(row: Row) -> Function:
-    activation, params = ops.ACTIVATIONS[row.activation], PARAMS[row.activation]
+    activation = _activation(row)
 
-    def function(x: Tensor, *parameters: Tensor) -> Tensor:
-        *linear, weight, bias = parameters
-        if linear:
-            x = F.linear(x, *linear)
-        return activation(F.group_norm(x, row.num_groups, weight, bias, EPS), *params)
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return activation(F.group_norm(x, row.num_groups, weight, bias, EPS))
 
-    return function
+    return _whole(row, function)
 
 
 def _fxfuse(row: Row) -> Function:
     """The operator as a rewritten graph calls it."""
     params = PARAMS[row.activation]
 
-    def function(x: Tensor, *parameters: Tensor) -> Tensor:
-        *linear, weight, bias = parameters
-        if linear:
-            x = F.linear(x, *linear)
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return ops.group_norm_activation(
             x, row.num_groups, weight, bias, EPS, row.activation, params
         )
 
-    return function
+    return _whole(row, function)
 
 
 def _inductor(row: Row) -> Function:
@@ -156,10 +166,9 @@ def _inductor(row: Row) -> Function:
 
 
 def _max_autotune(row: Row) -> Function:
-    # its graphs would copy the inputs; we capture our own
-    compiled: Function = torch.compile(
-        _eager(row), dynamic=False, mode="max-autotune-no-cudagraphs"
-    )
+    # without graphs, which would copy the inputs: we capture our own
+    mode = "max-autotune-no-cudagraphs"
+    compiled: Function = torch.compile(_eager(row), dynamic=False, mode=mode)
     return compiled
 
 
@@ -168,39 +177,41 @@ def _liger(row: Row) -> Function:
     try:
         group_norm = importlib.import_module("liger_kernel.ops.group_norm").LigerGroupNormFunction
     except ImportError as error:
-        raise AbsentError(f"Liger cannot be imported: {error}") from None
-    activation, params = ops.ACTIVATIONS[row.activation], PARAMS[row.activation]
+        raise AbsentError(f"cannot be imported: {error}") from None
+    activation = _activation(row)
 
-    def function(x: Tensor, *parameters: Tensor) -> Tensor:
-        *linear, weight, bias = parameters
-        if linear:
-            x = F.linear(x, *linear)
-        flat = x.reshape(x.shape[0], x.shape[1], -1)  # its backward wants three dimensions
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        flat = x.reshape(x.shape[0], x.shape[1], -1)  # older ones need three dimensions
         y = group_norm.apply(flat, weight, bias, x.shape[1], row.num_groups, EPS)
-        return activation(y.view(x.shape), *params)
+        return activation(y.view(x.shape))
 
-    return function
+    return _whole(row, function)
 
 
 def _apex(row: Row) -> Function:
-    """Apex's GroupNorm, which has a SiLU; or any other activation after it."""
+    """Apex's GroupNorm, with its own SiLU or any other activation after it."""
     try:
         group_norm = importlib.import_module("apex.contrib.group_norm").GroupNorm
     except ImportError as error:
-        raise AbsentError(f"apex cannot be imported: {error}") from None
+        raise AbsentError(f"cannot be imported: {error}") from None
     if not row.channels_last or len(row.shape) != 4:
-        raise AbsentError("apex: for channels_last images only")
-    inside = row.activation if row.activation == "silu" else ""
+        raise AbsentError("for channels_last images only")
+    has_silu = row.activation == "silu"
     module = group_norm(
-        row.num_groups, row.shape[1], EPS, device="cuda", dtype=row.dtype, act=inside
+        row.num_groups,
+        row.shape[1],
+        EPS,
+        device="cuda",
+        dtype=row.dtype,
+        act="silu" if has_silu else "",
     )
-    activation, params = ops.ACTIVATIONS[row.activation], PARAMS[row.activation]
+    activation = _activation(row)
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if not module._check_legality(x):  # it would run torch's
-            raise AbsentError("apex has no kernel for these channels, groups or dtype")
+            raise AbsentError("no kernel for these channels, groups or dtype")
         y: Tensor = torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x,))
-        return y if inside else activation(y, *params)
+        return y if has_silu else activation(y)
 
     return function
 
@@ -515,6 +526,9 @@ def _check(
         for output in outputs:
             output.fill_(math.nan)
         work()
+    for got, want in zip(outputs, expected, strict=True):
+        if got.shape != want.shape or got.dtype != row.dtype:
+            return Result("wrong", f"gives {got.dtype} of shape {tuple(got.shape)}")
     errors = [compare(got, want) for got, want in zip(outputs, expected, strict=True)]
     faults = [why for error in errors if (why := fault(error, row, settings))]
     return Result("wrong" if faults else "right", "; ".join(faults) or None, errors)
@@ -675,6 +689,8 @@ def run(
             def show(what: str, row: Row = row) -> None:
                 progress.update(task, description=f"{row.name}: {what}", refresh=True)
 
+            if progress.disable:  # a sign of life in a log
+                stderr.print(f"{len(figures['rows']) + 1}/{len(rows)} {row.name}", highlight=False)
             results = run_row(row, settings, show)
             wrong |= any(result.status == "wrong" for result in results.values())
             figures["rows"].append(_figures(row, settings, results, figures["bandwidth"]))
@@ -742,13 +758,8 @@ def _figures(
     entries: dict[str, Any] = {}
     for name, result in results.items():
         entries[name] = asdict(result)
-        entries[name]["errors"] = [
-            {
-                key: value if value is None or math.isfinite(value) else None
-                for key, value in e.items()
-            }
-            for e in entries[name]["errors"]
-        ]
+        for error in entries[name]["errors"]:  # JSON has no NaN
+            error.update({k: None for k, v in error.items() if v is None or not math.isfinite(v)})
         entries[name]["ratios"] = {
             kind: {
                 "to_floor": entry.median_s / results[floor].times[kind].median_s,

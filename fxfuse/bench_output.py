@@ -69,7 +69,12 @@ def _cell(result: Figures | None, kind: str) -> str:
         return ""
     entry = result["times"][kind]
     low, high = entry["quartiles_s"]
-    return f"{entry['median_s'] * 1e6:.4g} ±{(high - low) / 2 * 1e6:.2g}"
+    return f"{_microseconds(entry['median_s'], 4)} ±{_microseconds((high - low) / 2, 2)}"
+
+
+def _microseconds(seconds: float, digits: int) -> str:
+    value = seconds * 1e6
+    return f"{value:.{digits}g}" if value < 10**digits else f"{value:.0f}"
 
 
 def _remarks(rows: list[Figures]) -> Iterator[str]:
