@@ -48,10 +48,11 @@ import importlib
 import json
 import math
 import multiprocessing
-import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -270,41 +271,45 @@ class Inputs:
     grad_output: Tensor | None
 
     @classmethod
+    def empty(cls, row: Row, settings: Settings) -> Inputs:
+        """Makes room for them."""
+        empty = functools.partial(torch.empty, device=settings.device, dtype=row.dtype)
+        channels = row.shape[1]
+        affine = (empty(channels), empty(channels))
+        if row.in_features is not None:
+            linear = (empty(channels, row.in_features), empty(channels))
+            return cls((empty(row.shape[0], row.in_features), *linear, *affine), None)
+        x = empty(row.shape)
+        if row.channels_last:
+            formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+            x = x.contiguous(memory_format=formats[x.dim()])
+        return cls((x, *affine), torch.empty_like(x) if settings.backward else None)
+
+    @classmethod
     def random(cls, row: Row, settings: Settings) -> Inputs:
         """Draws them. The gradient is 0 where rounding decides whether the activation passes it."""
-        random = functools.partial(torch.randn, device=settings.device, dtype=row.dtype)
-        channels = row.shape[1]
-        weight, bias = random(channels), random(channels)
+        inputs = cls.empty(row, settings)
+        for tensor in inputs.tensors:
+            tensor.normal_()
         if row.in_features is not None:
-            scale = row.in_features**-0.5
-            linear = (random(channels, row.in_features).mul_(scale), random(channels).mul_(scale))
-            return cls((random(row.shape[0], row.in_features), *linear, weight, bias), None)
-        x = random(row.shape)
-        if row.channels_last:
-            x = _as_channels_last(x)
-        if not settings.backward:
-            return cls((x, weight, bias), None)
-        grad_output = torch.randn_like(x)
-        margin = 4 * torch.finfo(row.dtype).eps
-        bounds = {"hardtanh": PARAMS["hardtanh"], "relu": (0.0,)}.get(row.activation, ())
-        for part, grad in zip(_samples(x), _samples(grad_output), strict=True):
-            z = F.group_norm(part.double(), row.num_groups, weight.double(), bias.double(), EPS)
-            for bound in bounds:
-                grad.masked_fill_((z - bound).abs() < margin * max(1.0, abs(bound)), 0)
-        return cls(tuple(t.requires_grad_() for t in (x, weight, bias)), grad_output)
+            for tensor in inputs.tensors[1:3]:
+                tensor.mul_(row.in_features**-0.5)
+        if inputs.grad_output is not None:
+            inputs.grad_output.normal_()
+            x, weight, bias = inputs.tensors
+            margin = 4 * torch.finfo(row.dtype).eps
+            bounds = {"hardtanh": PARAMS["hardtanh"], "relu": (0.0,)}.get(row.activation, ())
+            for part, grad in zip(_samples(x), _samples(inputs.grad_output), strict=True):
+                z = F.group_norm(part.double(), row.num_groups, weight.double(), bias.double(), EPS)
+                for bound in bounds:
+                    grad.masked_fill_((z - bound).abs() < margin * max(1.0, abs(bound)), 0)
+        return inputs
 
     def again(self) -> Inputs:
         """The same with the tensor and the gradient elsewhere in memory."""
         x, *parameters = self.tensors
-        moved = x.detach().clone().requires_grad_(x.requires_grad)
-        return Inputs(
-            (moved, *parameters), None if self.grad_output is None else self.grad_output.clone()
-        )
-
-
-def _as_channels_last(x: Tensor) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.contiguous(memory_format=formats[x.dim()])
+        grad_output = None if self.grad_output is None else self.grad_output.clone()
+        return Inputs((x.clone(), *parameters), grad_output)
 
 
 def _samples(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -316,12 +321,15 @@ def _work(function: Function, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]
     """The forward; or the backward alone, of a forward that is run here."""
     if inputs.grad_output is None:
         return lambda: (function(*inputs.tensors),)
-    output = function(*inputs.tensors)
+    # Leaves of its own: autograd ties a leaf to the stream that uses it first, and a capture of the
+    # backward on another one fails.
+    leaves = tuple(t.detach().requires_grad_() for t in inputs.tensors)
+    output = function(*leaves)
     # a gradient comes in the layout of the output
     grad_output = torch.empty_like(output).copy_(inputs.grad_output)
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, inputs.tensors, grad_output, retain_graph=True)
+        return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
 
     return backward
 
@@ -336,7 +344,7 @@ def _floors(row: Row, settings: Settings) -> dict[str, Prepare]:
         return functools.partial(F.linear, *inputs.tensors[:3])
 
     def add(inputs: Inputs) -> timing.Work:
-        x, grad_output = inputs.tensors[0].detach(), inputs.grad_output
+        x, grad_output = inputs.tensors[0], inputs.grad_output
         assert grad_output is not None
         out = torch.empty_like(x)
         return lambda: torch.add(x, grad_output, out=out)
@@ -383,7 +391,7 @@ class Error:
 def reference(row: Row, inputs: Inputs) -> tuple[Tensor, ...]:
     """The output, or the gradients of the tensor and the parameters, in float64."""
     function = _eager(row)
-    x, *narrow = (t.detach() for t in inputs.tensors)
+    x, *narrow = inputs.tensors
     parameters = [t.double().requires_grad_() for t in narrow]
     if inputs.grad_output is None:
         outputs = [function(part.double(), *parameters).detach() for part in _samples(x)]
@@ -486,27 +494,31 @@ def run_row(row: Row, settings: Settings, show: Callable[[str], None]) -> dict[s
     expected = reference(row, inputs)
     results: dict[str, Result] = {}
     jobs: dict[str, Job] = {}
+    works: dict[str, timing.Work] = {}
     on_cuda = settings.device.type == "cuda"
     for name, prepare in _floors(row, settings).items():
         results[name] = Result("floor")
         jobs[name] = Job(prepare, graph=on_cuda)
+        works[name] = jobs[name].work(inputs)
 
     make = functools.cache(lambda maker: maker(row))  # a graph is of the function outside of one
     for contender in _contenders(row, settings):
         show(f"checking {contender.name}")
         try:
             job = Job(functools.partial(_work, make(contender.make)), contender.graph)
-            results[contender.name] = _check(job, inputs, expected, row, settings)
+            work = job.work(inputs)
+            result = _check(work, job.graph, expected, row, settings)
         except AbsentError as error:
-            results[contender.name] = Result("absent", str(error))
+            result = Result("absent", str(error))
         except Exception as error:  # others may fail, the benchmark goes on
             status = "wrong" if contender.required else "absent"
-            results[contender.name] = Result(status, _first_line(error))
-        if results[contender.name].status == "right":
-            jobs[contender.name] = job
+            result = Result(status, _first_line(error))
+        results[contender.name] = result
+        if result.status == "right":
+            jobs[contender.name], works[contender.name] = job, work
     del expected
 
-    for kind, clocks in _clocks(row, settings, inputs, jobs):
+    for kind, clocks in _clocks(row, settings, inputs, jobs, works):
         show(f"timing, {kind}")
         timings = timing.in_turn(
             clocks, seconds=settings.seconds, rounds=(min(3, settings.rounds), settings.rounds)
@@ -517,12 +529,11 @@ def run_row(row: Row, settings: Settings, show: Callable[[str], None]) -> dict[s
 
 
 def _check(
-    job: Job, inputs: Inputs, expected: tuple[Tensor, ...], row: Row, settings: Settings
+    work: timing.Work, graph: bool, expected: tuple[Tensor, ...], row: Row, settings: Settings
 ) -> Result:
-    work = job.work(inputs)
     outputs = work()
     assert isinstance(outputs, tuple)
-    if job.graph:  # the tensors hold what was computed before: see that they are written
+    if graph:  # the tensors hold what was computed before: see that they are written
         for output in outputs:
             output.fill_(math.nan)
         work()
@@ -535,14 +546,17 @@ def _check(
 
 
 def _clocks(
-    row: Row, settings: Settings, inputs: Inputs, jobs: dict[str, Job]
+    row: Row,
+    settings: Settings,
+    inputs: Inputs,
+    jobs: dict[str, Job],
+    works: dict[str, timing.Work],
 ) -> Iterator[tuple[str, dict[str, timing.Clock]]]:
     """The clocks of each kind of time; made when asked for, for they hold memory."""
     if settings.device.type == "cpu":
-        yield "warm", {name: timing.cpu_clock(job.work(inputs)) for name, job in jobs.items()}
+        yield "warm", {name: timing.cpu_clock(work) for name, work in works.items()}
         return
     flush = timing.l2_flush()
-    works = {name: job.work(inputs) for name, job in jobs.items()}
     for kind in ("cold", "hot"):
         yield (
             kind,
@@ -560,7 +574,6 @@ def _clocks(
                 if not job.graph
             },
         )
-    del works
     cache = torch.cuda.get_device_properties().L2_cache_size
     if row.bytes <= 4 * cache and row.in_features is None:
         # input and output of all sets together are three caches or more, but for tiny tensors
@@ -583,65 +596,49 @@ def _clocks(
 # ---- Inductor, beforehand -------------------------------------------------------------------
 
 
-class _CompiledError(Exception):
-    """Thrown out of Dynamo once the kernels are compiled."""
-
-
 def _compile_rows(rows: list[Row], settings: Settings) -> None:
-    """Puts Inductor's kernels for these rows into its cache on disk; runs nothing on the GPU.
-
-    What is tuned by running it is tuned later, by the process that has the GPU for itself.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    def backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Function:
-        compile_fx(module, example_inputs)
-        raise _CompiledError
+    """Puts Inductor's kernels for these rows into its cache on disk."""
+    from torch._inductor import config
 
     for row in rows:
-        x_shape = row.shape if row.in_features is None else (row.shape[0], row.in_features)
-        shapes: list[tuple[int, ...]] = [x_shape, (row.shape[1],), (row.shape[1],)]
-        if row.in_features is not None:
-            shapes[1:1] = [(row.shape[1], row.in_features), (row.shape[1],)]
-        x, *parameters = (
-            torch.empty(shape, device=settings.device, dtype=row.dtype) for shape in shapes
-        )
-        x = _as_channels_last(x) if row.channels_last else x
         torch._dynamo.reset()
-        # Whatever fails here fails again where it is reported.
-        with contextlib.suppress(Exception), _inductor_settings(settings):
-            torch.compile(_eager(row), dynamic=False, backend=backend)(
-                *(t.requires_grad_(settings.backward) for t in (x, *parameters))
-            )
+        with (
+            # What fails here fails again where it is reported.
+            contextlib.suppress(Exception),
+            # Each kernel has a few variants. The fastest is not written down here, where others
+            # disturb it: the process that has the GPU for itself tries them again.
+            config.patch(autotune_local_cache=False, compile_threads=1),
+            _torch_settings(settings),
+        ):
+            _work(_inductor(row), Inputs.empty(row, settings))()
 
 
 @contextlib.contextmanager
-def _inductor_settings(settings: Settings) -> Iterator[None]:
+def _torch_settings(settings: Settings) -> Iterator[None]:
     from torch._functorch import config
 
+    before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = settings.tf32
     # a backward that is called again must not write over what the forward saved
     with torch.set_grad_enabled(settings.backward), config.patch(donated_buffer=False):
         yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _compile_beforehand(settings: Settings) -> None:
+    """Compiles the rows for Inductor in several processes; alone, one takes seconds for each."""
     rows = settings.rows
     jobs = min(settings.jobs, len(rows))
     if jobs < 2:
         return
-    # Spawned: a fork would share this process's CUDA context, which cannot be shared.
+    # Spawned: a fork cannot use the CUDA context that this process has.
     context = multiprocessing.get_context("spawn")
-    previous = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each of them
-    try:
-        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-            work = functools.partial(_compile_rows, settings=settings)
-            list(pool.map(work, [rows[i::jobs] for i in range(jobs)]))
-    finally:
-        del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-        if previous is not None:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = previous
+    work = functools.partial(_compile_rows, settings=settings)
+    with (
+        contextlib.suppress(BrokenProcessPool),  # then the rest is compiled when its row comes
+        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+    ):
+        list(pool.map(work, [rows[i::jobs] for i in range(jobs)]))
 
 
 # ---- all of it ------------------------------------------------------------------------------
@@ -665,10 +662,10 @@ def run(
     Returns:
         The exit code: 1 if a contender was wrong, or there is no library to measure.
     """
-    stderr = Console(stderr=True)
     if problem := _missing_library(settings.device):
-        stderr.print(f"fxfuse bench: {problem}", style="bold red")
+        print(f"fxfuse bench: {problem}", file=sys.stderr)
         return 1
+    stderr = Console(stderr=True)
     torch.manual_seed(0)
     # Redrawn only when told: a thread that draws would take a core from what is timed.
     progress = Progress(
@@ -678,7 +675,7 @@ def run(
     on_device = torch.cuda.device(settings.device) if on_cuda else contextlib.nullcontext()
     rows = settings.rows
     wrong = False
-    with progress, on_device, _inductor_settings(settings):
+    with progress, on_device, _torch_settings(settings):
         task = progress.add_task("", total=len(rows))
         if settings.inductor:
             progress.update(task, description="compiling for Inductor", refresh=True)
@@ -690,7 +687,8 @@ def run(
                 progress.update(task, description=f"{row.name}: {what}", refresh=True)
 
             if progress.disable:  # a sign of life in a log
-                stderr.print(f"{len(figures['rows']) + 1}/{len(rows)} {row.name}", highlight=False)
+                done = len(figures["rows"])
+                print(f"{done + 1} of {len(rows)}: {row.name}", file=sys.stderr, flush=True)
             results = run_row(row, settings, show)
             wrong |= any(result.status == "wrong" for result in results.values())
             figures["rows"].append(_figures(row, settings, results, figures["bandwidth"]))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch._dynamo.utils import counters
 
 from fxfuse import bench, bench_grid, bench_output, timing
 
@@ -160,6 +161,23 @@ def test_bench_with_inductor_compiles_beforehand_and_measures_it(device):
         inductor = row["results"]["inductor"]
         assert inductor["status"] == "right", inductor["reason"]
         assert inductor["times"].keys() == KINDS[device.type]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_is_compiled_beforehand_is_not_compiled_again(backward, device, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    settings = bench.Settings("full", device, only=TINY, backward=backward)
+    (row,) = settings.rows
+    with bench._torch_settings(settings):
+        torch._dynamo.reset()
+        bench._compile_rows([row], settings)
+        torch._dynamo.reset()
+        counters.clear()
+        bench._work(bench._inductor(row), bench.Inputs.random(row, settings))()
+        torch._dynamo.reset()
+    found = counters["inductor"]
+    assert found["fxgraph_cache_hit"] == (2 if backward else 1)
+    assert found["fxgraph_cache_miss"] == 0
 
 
 @pytest.mark.parametrize(
