@@ -5,6 +5,7 @@ Both are made from what is in the JSON file (see `fxfuse/bench.py`), so they can
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ def _headline(figures: Figures) -> str:
 
 
 def _size(count: float) -> str:
-    for unit, scale in (("MB", 1e6), ("KB", 1e3)):
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f} B"
@@ -126,7 +127,8 @@ _FLOORS = {"copy": "a copy", "add": "an addition", "linear": "the Linear"}
 def plot(figures: Figures, file: str) -> None:
     """Draws how near each contender comes to the floor, against the bytes of a group.
 
-    A point is a row; a line goes through the medians of the rows with equal groups.
+    A point is a row; a line goes through the medians of the rows whose groups are about as large,
+    to the nearest power of two.
 
     Args:
         figures: As in the JSON file.
@@ -141,23 +143,25 @@ def plot(figures: Figures, file: str) -> None:
     rows = figures["rows"]
     on_cpu = figures["settings"]["device"] == "cpu"
     kind = "warm" if on_cpu else "cold"
-    points: dict[str, dict[int, list[float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, result in row["results"].items():
             if name != row["floor"] and kind in result["ratios"]:
                 fraction = 1 / result["ratios"][kind]["to_floor"]
-                by_size = points.setdefault(name, {})
-                by_size.setdefault(row["group_bytes"], []).append(fraction)
+                points.setdefault(name, []).append((row["group_bytes"], fraction))
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for name, by_size in points.items():
-        sizes = sorted(by_size)
-        medians = [statistics.median(by_size[size]) for size in sizes]
+    families = list(dict.fromkeys(name.removesuffix(" graph") for name in points))
+    for name, pairs in points.items():
+        classes: dict[int, list[float]] = {}
+        for size, fraction in pairs:
+            classes.setdefault(2 ** round(math.log2(size)), []).append(fraction)
+        sizes = sorted(classes)
+        medians = [statistics.median(classes[size]) for size in sizes]
         width = 2.5 if name.startswith("fxfuse") else 1
         style = "-" if on_cpu or name.endswith(" graph") else ":"
-        (line,) = axes.plot(sizes, medians, style, label=name, linewidth=width)
-        across = [size for size in sizes for _ in by_size[size]]
-        up = [fraction for size in sizes for fraction in by_size[size]]
-        axes.scatter(across, up, s=8, color=line.get_color(), alpha=0.5)
+        color = f"C{families.index(name.removesuffix(' graph'))}"
+        axes.plot(sizes, medians, style, label=name, linewidth=width, color=color)
+        axes.scatter([x for x, _ in pairs], [y for _, y in pairs], s=8, color=color, alpha=0.5)
     floor = " or ".join(dict.fromkeys(_FLOORS[row["floor"]] for row in rows))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
