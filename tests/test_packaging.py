@@ -42,7 +42,7 @@ def test_wheel_holds_the_package_and_every_kernel(wheel):
         if file.suffix in (".h", ".cpp", ".cu", ".cuh")
     }
     assert kernels
-    assert packed == modules | kernels | {"fxfuse/py.typed"}
+    assert packed == modules | kernels | {"fxfuse/py.typed", "fxfuse/report.html"}
 
 
 def test_wheel_needs_torch_but_does_not_build_with_it(wheel):
