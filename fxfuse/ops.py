@@ -7,6 +7,7 @@ calls: it makes the checks that ``torch.nn.functional.group_norm`` makes in Pyth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -48,11 +49,15 @@ def group_norm_activation(
         bias: ``(C)`` or None.
         eps: Added to the variance.
         activation: ``"identity"``, ``"hardtanh"``, ``"clamp"``, ``"open_clamp"``, ``"relu"``,
-            ``"relu6"`` or ``"silu"``. The first three with bounds give the same values. The
-            gradient of ``hardtanh`` is 0 on a bound and passes NaN; ``clamp`` has the rule of
+            ``"relu6"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` (gelu with
+            ``approximate="tanh"``), ``"hardswish"``, ``"leaky_relu"``, ``"sigmoid"`` or
+            ``"tanh"``. ``hardtanh`` and the clamps give the same values. The gradient of
+            ``hardtanh`` is 0 on a bound and passes NaN; ``clamp`` has the rule of
             ``torch.clamp`` up to torch 2.13 (it passes on a bound, and is 0 at NaN),
-            ``open_clamp`` that from 2.14 on (0 at both).
-        params: ``(min_val, max_val)`` for those three, which may be infinite; else empty.
+            ``open_clamp`` that from 2.14 on (0 at both). The others follow the functions of
+            ``torch.nn.functional``.
+        params: ``(min_val, max_val)`` for ``hardtanh`` and the clamps, which may be infinite;
+            ``(negative_slope,)`` for ``leaky_relu``; else empty.
         dtype: Of the result; None for the input's. Statistics are float32 or wider.
         channels_last: ``"keep"`` returns a channels_last result for a channels_last input on
             every device; ``"eager"`` returns a contiguous one on CUDA, as eager does.
@@ -113,6 +118,12 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": F.relu,
     "relu6": F.relu6,
     "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "leaky_relu": F.leaky_relu,
 }
 
 

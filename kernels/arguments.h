@@ -21,6 +21,10 @@ inline bool is_half_type(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
+inline at::ScalarType accumulate_type(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 // ---- activations -------------------------------------------------------------------------
 
 struct ActivationRow {
@@ -31,10 +35,19 @@ struct ActivationRow {
 };
 
 constexpr ActivationRow kActivations[] = {
-    {"identity", kIdentity, 0, {}}, {"hardtanh", kHardtanh, 2, {}},
-    {"clamp", kClamp, 2, {}},       {"open_clamp", kOpenClamp, 2, {}},
-    {"relu", kReLU, 0, {}},         {"relu6", kHardtanh, 0, {0, 6}},
+    {"identity", kIdentity, 0, {}},
+    {"hardtanh", kHardtanh, 2, {}},
+    {"clamp", kClamp, 2, {}},
+    {"open_clamp", kOpenClamp, 2, {}},
+    {"relu", kReLU, 0, {}},
+    {"relu6", kHardtanh, 0, {0, 6}},
     {"silu", kSiLU, 0, {}},
+    {"sigmoid", kSigmoid, 0, {}},
+    {"tanh", kTanh, 0, {}},
+    {"gelu", kGELU, 0, {}},
+    {"gelu_tanh", kGELUTanh, 0, {}},
+    {"hardswish", kHardswish, 0, {}},
+    {"leaky_relu", kLeakyReLU, 1, {}},
 };
 
 inline const ActivationRow& find_activation(const char* op, c10::string_view name) {
@@ -70,10 +83,10 @@ inline void check_affine(const char* op, const char* name, const MaybeTensor& af
               " of dtype ", from, ", got ", dtype);
 }
 
-// A bound as the activation will compare it, after eager's own conversion to the result's dtype: a
-// finite bound that the dtype, or on CUDA float for a 16-bit one, cannot hold is an error.
-inline double round_bound(double bound, at::ScalarType dtype, bool cpu) {
-  const at::Scalar scalar(bound);
+// A parameter as the activation will use it, after eager's own conversion to the dtype: a finite
+// one that the dtype, or on CUDA float for a 16-bit one, cannot hold is an error.
+inline double round_param(double param, at::ScalarType dtype, bool cpu) {
+  const at::Scalar scalar(param);
   switch (dtype) {
     case at::kHalf:
       return cpu ? scalar.to<at::Half>() : at::Half(scalar.to<float>());
@@ -82,7 +95,7 @@ inline double round_bound(double bound, at::ScalarType dtype, bool cpu) {
     case at::kFloat:
       return scalar.to<float>();
     default:
-      return bound;
+      return param;
   }
 }
 
@@ -119,10 +132,13 @@ inline CheckedActivation check_arguments(const char* op, const Tensor& input, in
   TORCH_CHECK(params.size() == row.num_params, "fxfuse.", op, ": expected ", row.num_params,
               " params for ", row.name, ", got ", params.size());
   CheckedActivation result{row.functor, {row.fixed[0], row.fixed[1]}};
+  // Bounds are compared in the result's dtype; a slope is a factor in the accumulate type.
+  const bool bounds = row.functor != kLeakyReLU;
+  const at::ScalarType param_dtype = bounds ? output_dtype : accumulate_type(output_dtype);
   for (size_t i = 0; i < row.num_params; ++i) {
-    TORCH_CHECK(!std::isnan(params[i]), "fxfuse.", op,
+    TORCH_CHECK(!bounds || !std::isnan(params[i]), "fxfuse.", op,
                 ": expected bounds that are numbers, got nan");
-    result.params[i] = round_bound(params[i], output_dtype, input.device().is_cpu());
+    result.params[i] = round_param(params[i], param_dtype, input.device().is_cpu());
   }
   TORCH_CHECK(row.functor != kHardtanh || row.num_params == 0 || params[0] <= params[1], "fxfuse.",
               op, ": expected min_val <= max_val, got ", params);
@@ -156,10 +172,6 @@ inline Tensor empty_result(const Tensor& input, at::ScalarType dtype, Activation
 }
 
 // ---- tensors to a problem ----------------------------------------------------------------
-
-inline at::ScalarType accumulate_type(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 // The kernels' four dtypes are all that ATen's group_norm has too.
 inline Dtype to_dtype(at::ScalarType dtype) {

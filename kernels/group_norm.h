@@ -8,7 +8,20 @@ namespace fxfuse {
 enum Dtype : int { kFloat, kDouble, kHalf, kBFloat16 };
 
 // The functors of activation.h.  `relu6` is Hardtanh with the bounds 0 and 6.
-enum Activation : int { kIdentity, kHardtanh, kClamp, kOpenClamp, kReLU, kSiLU };
+enum Activation : int {
+  kIdentity,
+  kHardtanh,
+  kClamp,
+  kOpenClamp,
+  kReLU,
+  kSiLU,
+  kSigmoid,
+  kTanh,
+  kGELU,
+  kGELUTanh,
+  kHardswish,
+  kLeakyReLU,
+};
 
 // GroupNorm followed by an activation, y = f((x - mean) * rstd * weight + bias), over an input seen
 // as (batch, channels, spatial); spatial is the product of the dimensions after the channels.
@@ -24,7 +37,8 @@ struct Problem {
   bool channels_last;
   double eps;
   Activation activation;
-  double params[2];    // Hardtanh and its kin: the bounds, already rounded to output_dtype
+  double params[2];    // Hardtanh and its kin: the bounds, already rounded to output_dtype;
+                       // LeakyReLU: the negative slope, rounded to the accumulate type
   Dtype dtype;         // of input and dinput
   Dtype output_dtype;  // of output and grad_output: dtype, or kFloat where dtype is a 16-bit type
   Dtype affine_dtype;  // of weight, bias, dweight and dbias: dtype or the accumulate type

@@ -46,9 +46,22 @@ Tensor activate(const Tensor& z, const CheckedActivation& f) {
       return at::relu(z);
     case kSiLU:
       return at::silu(z);
-    default:
-      return z;
+    case kSigmoid:
+      return at::sigmoid(z);
+    case kTanh:
+      return at::tanh(z);
+    case kGELU:
+      return at::gelu(z);
+    case kGELUTanh:
+      return at::gelu(z, "tanh");
+    case kHardswish:
+      return at::hardswish(z);
+    case kLeakyReLU:
+      return at::leaky_relu(z, f.params[0]);
+    case kIdentity:
+      break;
   }
+  return z;
 }
 
 // dy * f'(z), by the rules of activation.h.
@@ -67,9 +80,26 @@ Tensor activation_grad(const Tensor& z, const Tensor& dy, const CheckedActivatio
       const Tensor s = at::sigmoid(z);
       return dy * s * (1 + z * (1 - s));
     }
-    default:
-      return dy;
+    case kSigmoid: {
+      const Tensor s = at::sigmoid(z);
+      return dy * s * (1 - s);
+    }
+    case kTanh:
+      return dy * (1 - at::tanh(z).square());
+    case kGELU:
+      return at::gelu_backward(dy, z);
+    case kGELUTanh:
+      return at::gelu_backward(dy, z, "tanh");
+    case kHardswish: {
+      const Tensor outside = dy.masked_fill(z.le(-3), 0);
+      return at::where(z.gt(-3).logical_and(z.lt(3)), dy * (z / 3 + 0.5), outside);
+    }
+    case kLeakyReLU:
+      return at::where(z.gt(0), dy, dy * f.params[0]);
+    case kIdentity:
+      break;
   }
+  return dy;
 }
 
 // What eager does, from operators that have every derivative and batching rule: serves double

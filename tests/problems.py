@@ -30,6 +30,12 @@ PARAMS: dict[str, list[tuple[float, ...]]] = {
     "relu": [()],
     "relu6": [()],
     "silu": [()],
+    "sigmoid": [()],
+    "tanh": [()],
+    "gelu": [()],
+    "gelu_tanh": [()],
+    "hardswish": [()],
+    "leaky_relu": [(0.01,), (0.3,), (-0.5,), (2.0,)],
     "hardtanh": [(-1, 1), (-2, 2), (0.1, 0.7), (-0.5, -0.5), (0, math.inf), (-math.inf, math.inf)],
     "clamp": [(-1, 1), (-0.1, 0.3), (1, -1), (-math.inf, 0.5), (-0.25, math.inf)],
     "open_clamp": [(-1, 1), (1, -1), (-0.25, math.inf)],
@@ -153,12 +159,12 @@ class Problem:
     def grad_output(self, operands: Operands) -> Tensor:
         """A random gradient that is zero wherever rounding may decide on which side z is.
 
-        The contract lets z be 4 ulp off; within 4 ulp of a bound a right answer may or may not
-        let the gradient through.  What happens exactly on a bound is tested on its own.
+        The contract lets z be 4 ulp off; within 4 ulp of a kink a right answer may have the slope
+        of either side.  What happens exactly on a kink is tested on its own.
         """
         generator = torch.Generator().manual_seed(self.seed + 1)
         values = torch.randn(self.shape, generator=generator, dtype=torch.float64)
-        undecided = self.reference64(operands).near_a_bound()
+        undecided = self.reference64(operands).near_a_kink()
         if self.grad_layout == "expanded":
             undecided = np.broadcast_to(undecided.any(axis=0, keepdims=True), undecided.shape)
         values[torch.from_numpy(undecided.copy())] = 0
@@ -282,15 +288,30 @@ def to_array(t: Tensor, wide: Any) -> Array:
     return t.detach().double().cpu().numpy().astype(wide)
 
 
-def round_bounds(activation: str, params: tuple[float, ...], dtype: torch.dtype) -> list[float]:
-    """The bounds as an activation on this dtype compares them."""
-    if activation == "relu6":
-        return [0.0, 6.0]
-    if activation == "relu":
-        return [0.0, math.inf]
-    if dtype == torch.float64:
-        return list(params)
+# The activations that are clamped to bounds, with the bounds of those that have their own.
+BOUNDED = {
+    "hardtanh": None,
+    "clamp": None,
+    "open_clamp": None,
+    "relu": (0.0, math.inf),
+    "relu6": (0.0, 6.0),
+}
+
+
+def round_params(activation: str, params: tuple[float, ...], dtype: torch.dtype) -> list[float]:
+    """The parameters as an activation on this dtype uses them."""
+    if fixed := BOUNDED.get(activation):
+        return list(fixed)
+    if activation == "leaky_relu" and dtype != torch.float64:
+        dtype = torch.float32  # a factor in the accumulate type
     return [torch.tensor(p, dtype=torch.float64).to(dtype).item() for p in params]
+
+
+def kinks(activation: str, params: list[float]) -> list[float]:
+    """Where the slope jumps."""
+    if activation in BOUNDED:
+        return params
+    return {"hardswish": [-3.0, 3.0], "leaky_relu": [0.0]}.get(activation, [])
 
 
 @dataclass(frozen=True)
@@ -310,19 +331,19 @@ class Reference:
 
     num_groups: int
     z: Array  # (N, C, *)
-    bounds: list[float]
+    kinks: list[float]
     dtype: torch.dtype
     output: Array
     output_scale: Array
     gradients: dict[str, tuple[Array, Array]]  # name: (value, scale)
 
-    def near_a_bound(self) -> Array:
-        """Where z is within 4 ulp of a bound."""
+    def near_a_kink(self) -> Array:
+        """Where z is within 4 ulp of a kink."""
         z = grouped(self.z, self.num_groups)
         tolerance = 4 * ulp(self.output_scale, self.dtype)[..., None]
         near = np.zeros(z.shape, dtype=bool)
-        for bound in self.bounds:
-            near |= np.abs(z - bound) <= np.maximum(tolerance, 4 * ulp(bound, self.dtype))
+        for kink in self.kinks:
+            near |= np.abs(z - kink) <= np.maximum(tolerance, 4 * ulp(kink, self.dtype))
         return near.reshape(self.z.shape)
 
 
@@ -330,27 +351,83 @@ def grouped(a: Array, num_groups: int) -> Array:
     return a.reshape(a.shape[0], num_groups, -1)
 
 
-def activation_value(activation: str, z: Array, bounds: list[float]) -> Array:
-    if activation == "identity":
-        return z
-    if activation == "silu":
-        with np.errstate(over="ignore"):
-            return z / (1 + np.exp(-z))
-    return np.minimum(np.maximum(z, bounds[0]), bounds[1])  # both let NaN through
+def normal_cdf(z: Array) -> Array:
+    """Of the standard normal distribution, to a few units of the array's own precision below 1.
+
+    By erf x = 2 / sqrt(pi) e^(-x^2) sum 2^n x^(2n+1) / (2n+1)!!, whose terms are all positive:
+    neither NumPy nor Python has an erf that is more precise than float64.
+    """
+    x = np.clip(z / np.sqrt(z.dtype.type(2)), -9, 9)  # beyond it erf is 1 in every type
+    square = x * x
+    total = term = x
+    for n in range(1, 250):  # 9^2 terms grow, the others fall
+        term = term * (2 * square / (2 * n + 1))
+        total = total + term
+    pi = 4 * np.arctan(z.dtype.type(1))
+    return (1 + 2 / np.sqrt(pi) * np.exp(-square) * total) / 2
 
 
-def activation_slope(activation: str, z: Array, bounds: list[float]) -> Array:
-    if activation == "identity":
-        return np.ones_like(z)
-    if activation == "silu":
-        with np.errstate(over="ignore"):
-            s = 1 / (1 + np.exp(-z))
-        return s * (1 + z * (1 - s))
-    if activation == "clamp":
-        return ((z >= bounds[0]) & (z <= bounds[1])).astype(z.dtype)
-    if activation == "open_clamp":
-        return ((z > bounds[0]) & (z < bounds[1])).astype(z.dtype)
-    return 1 - ((z <= bounds[0]) | (z >= bounds[1])).astype(z.dtype)
+def gelu_tanh_argument(z: Array) -> tuple[Array, Array]:
+    """The u in z (1 + tanh u) / 2, and its slope."""
+    root, cubic = np.sqrt(2 / (4 * np.arctan(z.dtype.type(1)))), 0.044715
+    return root * (z + cubic * z**3), root * (1 + 3 * cubic * z**2)
+
+
+def activation_value(activation: str, z: Array, params: list[float]) -> Array:
+    if activation in BOUNDED:
+        return np.minimum(np.maximum(z, params[0]), params[1])  # both let NaN through
+    with np.errstate(over="ignore"):
+        match activation:
+            case "identity":
+                return z
+            case "silu":
+                return z / (1 + np.exp(-z))
+            case "sigmoid":
+                return 1 / (1 + np.exp(-z))
+            case "tanh":
+                return np.tanh(z)
+            case "gelu":
+                return z * normal_cdf(z)
+            case "gelu_tanh":
+                return z * (1 + np.tanh(gelu_tanh_argument(z)[0])) / 2
+            case "hardswish":
+                return z * np.clip(z + 3, 0, 6) / 6
+            case "leaky_relu":
+                return np.where(z > 0, z, z * params[0])
+    raise AssertionError(activation)
+
+
+def activation_slope(activation: str, z: Array, params: list[float]) -> Array:
+    with np.errstate(over="ignore"):
+        match activation:
+            case "identity":
+                return np.ones_like(z)
+            case "silu":
+                s = 1 / (1 + np.exp(-z))
+                return s * (1 + z * (1 - s))
+            case "sigmoid":
+                s = 1 / (1 + np.exp(-z))
+                return s * (1 - s)
+            case "tanh":
+                return 1 - np.tanh(z) ** 2
+            case "gelu":
+                pi = 4 * np.arctan(z.dtype.type(1))
+                return normal_cdf(z) + z * np.exp(-z * z / 2) / np.sqrt(2 * pi)
+            case "gelu_tanh":
+                u, slope = gelu_tanh_argument(z)
+                t = np.tanh(u)
+                return (1 + t) / 2 + z * (1 - t * t) / 2 * slope
+            case "hardswish":
+                inside = np.where(z < 3, z / 3 + 0.5, 1)
+                return np.where(z <= -3, 0, inside)
+            case "leaky_relu":
+                return np.where(z > 0, 1, np.asarray(params[0], z.dtype))
+            case "clamp":
+                return ((z >= params[0]) & (z <= params[1])).astype(z.dtype)
+            case "open_clamp":
+                return ((z > params[0]) & (z < params[1])).astype(z.dtype)
+    assert activation in BOUNDED
+    return 1 - ((z <= params[0]) | (z >= params[1])).astype(z.dtype)
 
 
 def reference(
@@ -390,11 +467,11 @@ def reference(
         rstd = 1 / np.sqrt(np.square(centred).mean(-1, keepdims=True) + wide(eps))
         x_hat = (centred * rstd).reshape(x.shape)
         z = x_hat * weight + bias
-        bounds = round_bounds(activation, params, dtype)
+        rounded = round_params(activation, params, dtype)
         size = np.abs(x_hat * weight) + np.abs(bias)
         gradients: dict[str, tuple[Array, Array]] = {}
         if grad_output is not None:
-            dz = to_array(grad_output, wide) * activation_slope(activation, z, bounds)
+            dz = to_array(grad_output, wide) * activation_slope(activation, z, rounded)
             g, h = grouped(dz * weight, num_groups), grouped(x_hat, num_groups)
             offset = g.mean(-1, keepdims=True)
             slope = (g * h).mean(-1, keepdims=True)
@@ -409,9 +486,9 @@ def reference(
         return Reference(
             num_groups,
             z,
-            bounds if activation not in ("identity", "silu") else [],
+            kinks(activation, rounded),
             dtype,
-            activation_value(activation, z, bounds),
+            activation_value(activation, z, rounded),
             grouped(size, num_groups).max(-1),
             gradients,
         )

@@ -106,11 +106,12 @@ class TestChecker:
         with pytest.raises(AssertionError, match="output"):
             check_contract(bad_ours, bad_eager, reference)
 
-    def test_the_reference_differentiates_its_own_formula(self) -> None:
+    @pytest.mark.parametrize("activation", PARAMS)
+    def test_the_reference_differentiates_its_own_formula(self, activation: str) -> None:
         """Against central differences of its output, so that no torch formula is trusted."""
-        problem = Problem((2, 6, 3), 2, torch.float64, activation="silu", params=())
+        problem = smooth_problem(activation)
         operands = problem.tensors()
-        grad_output = torch.randn(2, 6, 3, dtype=torch.float64)
+        grad_output = torch.randn(2, 4, 3, dtype=torch.float64)
         gradients = problem.reference64(operands, grad_output).gradients
         for name, tensor in zip(["dinput", "dweight", "dbias"], operands.as_tuple(), strict=True):
             assert tensor is not None
@@ -134,7 +135,7 @@ def test_dtype_is_the_dtype_of_the_result(
     operands = problem.tensors(device)
     grad = torch.zeros(3, 12, 7, 5, device=device, dtype=output_dtype)
     find = reference(operands, 4, 1e-5, "hardtanh", (-1, 1), grad, output_dtype)
-    grad.normal_()[torch.from_numpy(find.near_a_bound()).to(device)] = 0
+    grad.normal_()[torch.from_numpy(find.near_a_kink()).to(device)] = 0
 
     def ours(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
         return ops.group_norm_activation(x, 4, w, b, 1e-5, "hardtanh", (-1, 1), dtype=output_dtype)
@@ -263,6 +264,10 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[torch.device], dict[str, Any]], str]] =
     "min_val > max_val": (lambda d: {"params": (1.0, -1.0)}, "min_val <= max_val, got"),
     "one bound": (lambda d: {"params": (1.0,)}, "2 params for hardtanh, got 1"),
     "params for relu": (lambda d: {"activation": "relu"}, "0 params for relu, got 2"),
+    "no slope": (
+        lambda d: {"activation": "leaky_relu", "params": ()},
+        "1 params for leaky_relu, got 0",
+    ),
 }
 
 
@@ -347,11 +352,11 @@ def test_one_value_per_group_raises_where_eager_does(
 def smooth_problem(
     activation: str, layout: str = "contiguous", dtype: torch.dtype = torch.float64
 ) -> Problem:
-    """A small problem whose z is far from every bound, as a numerical derivative needs it."""
+    """A small problem whose z is far from every kink, as a numerical derivative needs it."""
     shape = {"channels_last": (2, 4, 2, 3)}.get(layout, (2, 4, 3))
     params: tuple[float, ...] = PARAMS[activation][0]
     problem = Problem(shape, 2, dtype, layout, activation=activation, params=params)
-    if params:  # the bounds go into the widest gaps between the values of z
+    if len(params) == 2:  # the bounds go into the widest gaps between the values of z
         z = problem.reference64(problem.tensors()).z.astype("float64")
         z = torch.from_numpy(z).flatten().sort().values
         gaps, half = z.diff(), z.numel() // 2
@@ -359,8 +364,8 @@ def smooth_problem(
         params = tuple((z[i] + gaps[i] / 2).item() for i in widest)
         problem = dataclasses.replace(problem, params=params)
     result = problem.reference64(problem.tensors())
-    for bound in result.bounds:
-        assert abs(result.z - bound).min() > 1e-3
+    for kink in result.kinks:
+        assert abs(result.z - kink).min() > 1e-3
     return problem
 
 
@@ -466,6 +471,8 @@ def test_the_private_pair_is_not_silently_differentiable(device: torch.device) -
         ("clamp", "sliced"),
         ("relu", "transposed"),
         ("silu", "contiguous"),
+        ("gelu", "channels_last"),
+        ("leaky_relu", "contiguous"),
     ],
 )
 def test_opcheck(device: torch.device, activation: str, layout: str) -> None:

@@ -395,6 +395,8 @@ def test_case_27_and_28_the_rules_are_those_of_the_installed_torch(device: torch
     assert slopes(lambda z: F.hardtanh(z, -1, 1), -1, 0, 1, 2) == [0, 1, 0, 0]
     assert slopes(F.relu6, 0, 3, 6, 7) == [0, 1, 0, 0]
     assert slopes(F.relu, -1, 0, 1, NAN) == [0, 0, 1, 1]
+    assert slopes(F.hardswish, -3, 3, 4, NAN) == [0, 1, 1, 1]
+    assert slopes(lambda z: F.leaky_relu(z, 0.25), -1, 0, 1, NAN) == [0.25, 0.25, 1, 0.25]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -441,6 +443,133 @@ def test_case_28_exactly_on_a_bound(
         assert dbias.tolist() == [count if passes else 0.0] * 12
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "params", "kink", "slope"), [
+    ("hardswish", (), -3.0, 0.0),
+    ("hardswish", (), 3.0, 1.0),
+    ("hardswish", (), NAN, 1.0),
+    ("leaky_relu", (0.25,), 0.0, 0.25),
+    ("leaky_relu", (0.25,), NAN, 0.25),
+    ("leaky_relu", (-0.5,), 0.0, -0.5),
+])  # fmt: skip
+def test_case_28_exactly_on_a_kink(
+    device: torch.device,
+    activation: str,
+    params: tuple[float, ...],
+    kink: float,
+    slope: float,
+    dtype: torch.dtype,
+) -> None:
+    for shape, layout in [
+        ((3, 12), "contiguous"),
+        ((2, 12, 37), "contiguous"),
+        ((2, 12, 5, 7), "channels_last"),
+    ]:
+        x = lay_out(torch.randn(shape, device=device).to(dtype), layout)
+        weight = torch.zeros(12, device=device, dtype=dtype)
+        bias = torch.full((12,), kink, device=device, dtype=dtype)
+        leaves = Operands(x, weight, bias).requiring_grad().as_tuple()
+        y = ops.group_norm_activation(leaves[0], 4, *leaves[1:], 1e-5, activation, params)
+        expected = ops.ACTIVATIONS[activation](torch.full_like(y, kink), *params)
+        torch.testing.assert_close(y, expected, equal_nan=True)
+        (dbias,) = torch.autograd.grad(y, leaves[2:], torch.ones_like(y))
+        assert dbias.tolist() == [slope * shape[0] * math.prod(shape[2:])] * 12
+
+
+# ---- every number ---------------------------------------------------------------------------
+
+SMOOTH = ["silu", "sigmoid", "tanh", "gelu", "gelu_tanh"]
+EXACT = {  # float64 formulas that lose nothing where the result is small
+    "silu": lambda z: z * torch.special.expit(z),
+    "sigmoid": torch.special.expit,
+    "tanh": torch.tanh,
+    "gelu": lambda z: z * torch.special.erfc(-z * math.sqrt(0.5)) / 2,
+    "gelu_tanh": lambda z: (
+        z * torch.special.expit(math.sqrt(8 / math.pi) * (z + 0.044715 * z.pow(3)))
+    ),
+}
+
+
+def activate(activation: str, z: Tensor, params: tuple[float, ...] = ()) -> tuple[Tensor, Tensor]:
+    """The activation at these very values, and its slope there, by way of the bias."""
+    bias = z.clone().requires_grad_()
+    x = torch.randn(1, len(z), device=z.device, dtype=z.dtype)
+    y = ops.group_norm_activation(x, 1, torch.zeros_like(z), bias, 1e-5, activation, params)
+    (slope,) = torch.autograd.grad(y, bias, torch.ones_like(y))
+    return y[0].detach(), slope
+
+
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_smooth_activations_are_exact_for_every_size_of_number(
+    device: torch.device, activation: str
+) -> None:
+    """In float32, against float64; on CUDA gelu's small results below -1 lose digits, as eager's."""
+    small = torch.logspace(-37, 0, 3000)
+    z = torch.cat([small, -small, torch.linspace(-14, 14, 20_011), torch.linspace(-1.01, 1, 999)])
+    if device.type == "cuda" and activation == "gelu":
+        z = z[z > -1]
+    got, slope = (t.cpu().double() for t in activate(activation, z.to(device)))
+    leaf = z.double().requires_grad_()
+    want = EXACT[activation](leaf)
+    (want_slope,) = torch.autograd.grad(want.sum(), leaf)
+    want = want.detach()
+    normal = want.abs() > 1e-37
+    assert normal.sum() > 20_000
+    relative = 2.0**-24 * (16 if activation == "gelu_tanh" else 6)
+    # The exponent of gelu_tanh is rounded: half an ulp of up to 60 in what it is raised to.
+    slack = 1 + (z.double().abs() ** 3 / 3 if activation == "gelu_tanh" else 0)
+    assert ((got - want).abs() <= relative * slack * want.abs())[normal].all()
+    assert ((got - want).abs() < 1e-37)[~normal].all()
+    assert (slope - want_slope).abs().max() < 4 * 2.0**-23
+    if activation in ("sigmoid", "tanh"):  # 1 - s and 1 - t^2 are not subtracted
+        exact = torch.cosh(z.double() / (2 if activation == "sigmoid" else 1)).pow(-2)
+        exact /= 4 if activation == "sigmoid" else 1
+        assert ((slope - exact).abs() <= 8 * 2.0**-24 * exact)[exact > 1e-37].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [*SMOOTH, "hardswish", "leaky_relu"])
+def test_activations_of_huge_numbers(
+    device: torch.device, activation: str, dtype: torch.dtype
+) -> None:
+    params = PARAMS[activation][0]
+    huge = torch.logspace(2, 37, 100, device=device, dtype=dtype)
+    z = torch.cat([huge, -huge])
+    y, slope = activate(activation, z, params)
+    theirs = ops.ACTIVATIONS[activation](z, *params)
+    torch.testing.assert_close(y, theirs)
+    left, right = 0.0, 1.0
+    if activation in ("sigmoid", "tanh"):
+        right = 0.0
+    elif activation == "leaky_relu":
+        left = params[0]
+    expected = torch.where(z > 0, right, left).to(dtype)
+    torch.testing.assert_close(slope, expected)
+    # At infinity: the limit, or NaN where eager's formula has no limit.
+    ends = torch.tensor([INF, -INF], device=device, dtype=dtype)
+    y, _ = activate(activation, ends, params)
+    limits = {"sigmoid": [1, 0], "tanh": [1, -1], "leaky_relu": [INF, -INF]}
+    expected = ends.new_tensor(limits.get(activation, [INF, NAN]))
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_slope_of_leaky_relu_is_rounded_to_float32_at_most(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    z = -torch.linspace(0.5, 200, 1000, device=device).to(dtype)
+    for slope in (0.01, 0.1, -0.3, INF):
+        y, gradient = activate("leaky_relu", z, (slope,))
+        assert torch.equal(y, F.leaky_relu(z, slope))
+        factor = torch.tensor(slope, dtype=torch.float64).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        assert torch.equal(gradient, factor.to(device, dtype).expand(1000))
+    assert activate("leaky_relu", z, (NAN,))[0].isnan().all()
+    with pytest.raises(RuntimeError, match="overflow"):
+        activate("leaky_relu", z.float(), (1e300,))
+
+
 # ---- bounds ---------------------------------------------------------------------------------
 
 
@@ -477,7 +606,7 @@ def test_case_29_bounds(
         problem.check(device)
         # A value that was cut is the very number that eager cuts it to.
         ours = problem.ours(*operands.as_tuple())
-        low, high = problem.reference64(operands).bounds
+        low, high = problem.reference64(operands).kinks
         if theirs.min() == low:
             assert ours.min() == low
         if theirs.max() == high:

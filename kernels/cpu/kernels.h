@@ -34,6 +34,18 @@ const Kernels<Accumulate<T>>& table(Activation activation) {
       return kTable<T, ReLU>;
     case kSiLU:
       return kTable<T, SiLU>;
+    case kSigmoid:
+      return kTable<T, Sigmoid>;
+    case kTanh:
+      return kTable<T, Tanh>;
+    case kGELU:
+      return kTable<T, GELU>;
+    case kGELUTanh:
+      return kTable<T, GELUTanh>;
+    case kHardswish:
+      return kTable<T, Hardswish>;
+    case kLeakyReLU:
+      return kTable<T, LeakyReLU>;
     case kIdentity:
       break;
   }
