@@ -4,17 +4,22 @@
 `torch.nn.functional` names them, with every default filled in.  It does not judge: whether the
 arguments suit a fusion is for `patterns`.
 
-There is one table for each kind of node (functions, methods, modules).  To add a spelling, add its
-row: the operation and the parameters that the spelling takes, in order.  The parameters are
-written down because `Node.normalized_arguments` raises on `torch.clamp` and knows no methods.
+There is one table for each kind of node: functions, methods, operators of aten, modules.  To add a
+spelling, add its row: the operation and the parameters that the spelling takes, in order.  The
+parameters are written down because `Node.normalized_arguments` raises on `torch.clamp` and knows no
+methods; those of an operator are in its schema.
+
+The shape and dtype of a value are known where Dynamo, export or AOT has recorded a fake tensor for
+it (see `value`); nothing else in a graph tells them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +45,13 @@ class Reading:
         arguments: All its arguments by name.  A tensor is a node, or an `Attribute` of a module.
         obstacle: What keeps a module from being just its operation: `"subclass"`,
             `"parametrized"`, `"hooks"` or `"own_forward"`.
+        index: Which of the node's results is meant; None where it has one.
     """
 
     operation: str
     arguments: dict[str, Any]
     obstacle: str | None = None
+    index: int | None = None
 
     @property
     def input(self) -> fx.Node | None:
@@ -63,7 +70,18 @@ class _Spelling:
     operation: str
     signature: inspect.Signature
     # What the spelling itself says: `relu_` is in place.
-    implied: dict[str, Any] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    # Parameters that have another name in torch.nn.functional.
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    index: int | None = None
+
+    def read(self, node: fx.Node) -> Reading | None:
+        arguments = _bind(self.signature, node)
+        if arguments is None:
+            return None
+        for theirs, ours in self.renamed.items():
+            arguments[ours] = arguments.pop(theirs)
+        return Reading(self.operation, {**arguments, **self.implied}, index=self.index)
 
 
 def _spell(operation: str, parameters: Callable[..., Any], **implied: Any) -> _Spelling:
@@ -76,10 +94,15 @@ def _clamp_(input, min=None, max=None): ...  # type: ignore[no-untyped-def]
 def _clamp_min(input, min, *, out=None): ...  # type: ignore[no-untyped-def]
 def _clamp_max(input, max, *, out=None): ...  # type: ignore[no-untyped-def]
 def _hardtanh_(input, min_val=-1.0, max_val=1.0): ...  # type: ignore[no-untyped-def]
+def _leaky_relu_(input, negative_slope=0.01): ...  # type: ignore[no-untyped-def]
+def _gelu(input, *, approximate="none"): ...  # type: ignore[no-untyped-def]
 def _dropout(input, p, train): ...  # type: ignore[no-untyped-def]
 def _linear(input, weight, bias=None): ...  # type: ignore[no-untyped-def]
 def _unary(input): ...  # type: ignore[no-untyped-def]
+def _unary_out(input, *, out=None): ...  # type: ignore[no-untyped-def]
+def _binary(input, other): ...  # type: ignore[no-untyped-def]
 def _to(input, dtype): ...  # type: ignore[no-untyped-def]
+def _clone(input, *, memory_format=None): ...  # type: ignore[no-untyped-def]
 
 
 def _group_norm(  # type: ignore[no-untyped-def]
@@ -87,7 +110,14 @@ def _group_norm(  # type: ignore[no-untyped-def]
 ): ...
 
 
-_CLAMPS = {
+# What has the same name as a function of torch and as a method of its tensors.
+_NAMES = {
+    "relu": _spell("relu", _unary),
+    "relu_": _spell("relu", _unary, inplace=True),
+    "sigmoid": _spell("sigmoid", _unary_out),
+    "sigmoid_": _spell("sigmoid", _unary, inplace=True),
+    "tanh": _spell("tanh", _unary_out),
+    "tanh_": _spell("tanh", _unary, inplace=True),
     "clamp": _spell("clamp", _clamp),
     "clip": _spell("clamp", _clamp),
     "clamp_": _spell("clamp", _clamp_, inplace=True),
@@ -96,7 +126,100 @@ _CLAMPS = {
     "clamp_max": _spell("clamp", _clamp_max, min=None),
     "clamp_min_": _spell("clamp", _clamp_min, max=None, inplace=True),
     "clamp_max_": _spell("clamp", _clamp_max, min=None, inplace=True),
+    "clone": _spell("clone", _clone),
+    "mul": _spell("mul", _binary),
+    "add": _spell("add", _binary),
 }
+
+_METHODS: dict[str, _Spelling] = {
+    **_NAMES,
+    "mul_": _spell("mul", _binary, inplace=True),
+    "to": _spell("cast", _to),
+    "type": _spell("cast", _to),
+    "float": _spell("cast", _unary, dtype=torch.float32),
+    "double": _spell("cast", _unary, dtype=torch.float64),
+    "half": _spell("cast", _unary, dtype=torch.float16),
+    "bfloat16": _spell("cast", _unary, dtype=torch.bfloat16),
+}
+
+# What an operator of aten is, and what it implies.  A row stands for `name_` as well.
+_ATEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    # Like torch.group_norm, neither refuses groups of one value.
+    "group_norm": ("group_norm", {"verify_batch_size": False}),
+    # Autocast does not know it: the result has the dtype of the input.
+    "native_group_norm": ("group_norm", {"verify_batch_size": False, "autocast": False}),
+    "hardtanh": ("hardtanh", {}),
+    "relu6": ("relu6", {}),
+    "relu": ("relu", {}),
+    "silu": ("silu", {}),
+    "gelu": ("gelu", {}),
+    "hardswish": ("hardswish", {}),
+    "leaky_relu": ("leaky_relu", {}),
+    "sigmoid": ("sigmoid", {}),
+    "special_expit": ("sigmoid", {}),
+    "tanh": ("tanh", {}),
+    "clamp": ("clamp", {}),
+    "clamp.Tensor": ("clamp", {}),
+    "clip": ("clamp", {}),
+    "clip.Tensor": ("clamp", {}),
+    "clamp_min": ("clamp", {"max": None}),
+    "clamp_min.Tensor": ("clamp", {"max": None}),
+    "clamp_max": ("clamp", {"min": None}),
+    "clamp_max.Tensor": ("clamp", {"min": None}),
+    "dropout": ("dropout", {}),
+    "feature_dropout": ("dropout", {}),
+    "alpha_dropout": ("dropout", {}),
+    "feature_alpha_dropout": ("dropout", {}),
+    "to.dtype": ("cast", {}),
+    "_to_copy": ("cast", {"copy": True}),
+    "clone": ("clone", {}),
+    "mul.Tensor": ("mul", {}),
+    "add.Tensor": ("add", {}),
+}
+
+
+def _operators() -> Iterator[tuple[object, _Spelling]]:
+    for key, (operation, implied) in _ATEN.items():
+        name, _, overload = key.partition(".")
+        for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_", None)):
+            found = getattr(packet, overload or "default", None)
+            if found is None:
+                continue
+            yield found, (spelling := _schema(operation, found, implied))
+            if not overload:
+                # What a forward calls that does not choose an overload.
+                yield packet, spelling
+
+
+def _schema(
+    operation: str, overload: torch._ops.OpOverload, implied: Mapping[str, Any]
+) -> _Spelling:
+    """The row of an operator, with the parameters that its schema has."""
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.KEYWORD_ONLY
+            if argument.kwarg_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else empty,
+        )
+        for argument in overload._schema.arguments
+    ]
+    names = {"self": "input", "group": "num_groups"}
+    return _Spelling(
+        operation,
+        inspect.Signature(parameters),
+        {**implied, "inplace": True} if overload._schema.is_mutable else implied,
+        {
+            parameter.name: names[parameter.name]
+            for parameter in parameters
+            if parameter.name in names
+        },
+        0 if len(overload._schema.returns) > 1 else None,
+    )
+
 
 _FUNCTIONS: dict[object, _Spelling] = {
     F.linear: _spell("linear", _linear),
@@ -107,10 +230,17 @@ _FUNCTIONS: dict[object, _Spelling] = {
     F.hardtanh_: _spell("hardtanh", _hardtanh_, inplace=True),
     F.relu6: _spell("relu6", F.relu6),
     F.relu: _spell("relu", F.relu),
-    torch.relu: _spell("relu", _unary),
-    torch.relu_: _spell("relu", _unary, inplace=True),
     F.silu: _spell("silu", F.silu),
-    **{getattr(torch, name): spelling for name, spelling in _CLAMPS.items()},
+    F.gelu: _spell("gelu", _gelu),
+    F.hardswish: _spell("hardswish", F.hardswish),
+    F.leaky_relu: _spell("leaky_relu", F.leaky_relu),
+    F.leaky_relu_: _spell("leaky_relu", _leaky_relu_, inplace=True),
+    F.sigmoid: _spell("sigmoid", F.sigmoid),
+    torch.special.expit: _spell("sigmoid", _unary_out),
+    F.tanh: _spell("tanh", F.tanh),
+    operator.mul: _spell("mul", _binary),
+    operator.imul: _spell("mul", _binary, inplace=True),
+    operator.add: _spell("add", _binary),
     torch.dropout: _spell("dropout", _dropout),
     **{
         dropout: _spell("dropout", dropout)
@@ -123,18 +253,9 @@ _FUNCTIONS: dict[object, _Spelling] = {
             F.feature_alpha_dropout,
         )
     },
-}
-
-_METHODS: dict[str, _Spelling] = {
-    "relu": _spell("relu", _unary),
-    "relu_": _spell("relu", _unary, inplace=True),
-    **_CLAMPS,
-    "to": _spell("cast", _to),
-    "type": _spell("cast", _to),
-    "float": _spell("cast", _unary, dtype=torch.float32),
-    "double": _spell("cast", _unary, dtype=torch.float64),
-    "half": _spell("cast", _unary, dtype=torch.float16),
-    "bfloat16": _spell("cast", _unary, dtype=torch.bfloat16),
+    **{getattr(torch, name): spelling for name, spelling in _NAMES.items()},
+    **{getattr(torch.Tensor, name): spelling for name, spelling in _METHODS.items()},
+    **dict(_operators()),
 }
 
 # The operation of a module, and those of its attributes that are the operation's arguments.
@@ -145,6 +266,11 @@ _MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.ReLU6: ("hardtanh", ("min_val", "max_val", "inplace")),
     nn.ReLU: ("relu", ("inplace",)),
     nn.SiLU: ("silu", ("inplace",)),
+    nn.GELU: ("gelu", ("approximate",)),
+    nn.Hardswish: ("hardswish", ("inplace",)),
+    nn.LeakyReLU: ("leaky_relu", ("negative_slope", "inplace")),
+    nn.Sigmoid: ("sigmoid", ()),
+    nn.Tanh: ("tanh", ()),
     nn.Identity: ("identity", ()),
     **dict.fromkeys(
         (
@@ -175,22 +301,16 @@ def read(node: fx.Node, root: nn.Module) -> Reading | None:
         return _read_module(str(node.target), root, node)
     if node.op == "call_function":
         spelling = _FUNCTIONS.get(node.target)
-    elif node.op == "call_method":
-        spelling = _METHODS.get(str(node.target))
-    else:
-        return None
-    if spelling is None:
-        return None
-    arguments = _bind(spelling.signature, node)
-    if arguments is None:
-        return None
-    return Reading(spelling.operation, {**arguments, **spelling.implied})
+        return _read_linear(node) if spelling is None else spelling.read(node)
+    if node.op == "call_method" and (spelling := _METHODS.get(str(node.target))) is not None:
+        return spelling.read(node)
+    return None
 
 
 def _read_module(path: str, root: nn.Module, node: fx.Node) -> Reading | None:
     module = root.get_submodule(path)
     known = next((cls for cls in type(module).__mro__ if cls in _MODULES), None)
-    arguments = _bind(inspect.signature(_unary), node)
+    arguments = None if known is None else _bind(_UNARY, node)
     if known is None or arguments is None:
         return None
     operation, names = _MODULES[known]
@@ -200,6 +320,50 @@ def _read_module(path: str, root: nn.Module, node: fx.Node) -> Reading | None:
             value = Attribute(f"{path}.{name}", value)
         arguments[name] = value
     return Reading(operation, arguments, obstacle(module, known))
+
+
+_UNARY = inspect.signature(_unary)
+
+_aten = torch.ops.aten
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+
+
+def _read_linear(node: fx.Node) -> Reading | None:
+    """A Linear in parts.
+
+    That is the product with a transposed matrix, and for an input of more than two dimensions two
+    views around it, which make its rows one dimension and undo that.
+    """
+    product = node.args[0] if node.target in _VIEWS else node
+    if not isinstance(product, fx.Node) or product.target not in _PRODUCTS or product.kwargs:
+        return None
+    *bias, rows, matrix = product.args
+    weight = _transposed(matrix)
+    if weight is None or not isinstance(rows, fx.Node):
+        return None
+    input = rows
+    if product is not node:
+        if rows.target not in _VIEWS or not isinstance(rows.args[0], fx.Node):
+            return None
+        input = rows.args[0]
+        given, made = value(input), value(node)
+        if given is None or made is None or not same_sizes(given.shape[:-1], made.shape[:-1]):
+            return None
+    return Reading("linear", {"input": input, "weight": weight, "bias": bias[0] if bias else None})
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """The matrix that a node transposes."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return None
+    target, (matrix, *dimensions) = node.target, node.args
+    swaps = (
+        target is _aten.t.default
+        or (target is _aten.permute.default and dimensions == [[1, 0]])
+        or (target is _aten.transpose.int and dimensions in ([0, 1], [1, 0]))
+    )
+    return matrix if swaps and isinstance(matrix, fx.Node) else None
 
 
 def _bind(signature: inspect.Signature, node: fx.Node) -> dict[str, Any] | None:
@@ -236,13 +400,27 @@ def obstacle(module: nn.Module, known: type[nn.Module]) -> str | None:
     return None
 
 
+_CONVOLUTIONS = {
+    f"conv{kind}{rank}d": f"Conv{kind.title().strip('_')}{rank}d"
+    for kind in ("", "_transpose")
+    for rank in (1, 2, 3)
+}
+
+
 def name(node: fx.Node, root: nn.Module) -> str:
     """What a node is called in a report: `Conv2d`, `add`, `input`."""
     if node.op == "call_module":
         return type(root.get_submodule(str(node.target))).__name__
     if node.op == "placeholder":
         return "input"
-    return str(getattr(node.target, "__name__", node.target))
+    if node.target is _aten.convolution.default:
+        _, _, _, stride, _, _, transposed, *_ = node.args
+        return f"Conv{'Transpose' if transposed else ''}{len(cast('list[int]', stride))}d"
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    known = str(getattr(target, "__name__", target))
+    return _CONVOLUTIONS.get(known, known) if node.op == "call_function" else known
 
 
 def attribute(node: fx.Node, root: nn.Module) -> Any:
@@ -255,14 +433,38 @@ def attribute(node: fx.Node, root: nn.Module) -> Any:
     return value
 
 
+def value(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that export, AOT (`val`) or Dynamo (`example_value`) has recorded."""
+    recorded = node.meta.get("val", node.meta.get("example_value"))
+    return recorded if isinstance(recorded, torch.Tensor) else None
+
+
+def same_sizes(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether sizes are known to be the same: numbers, symbols, or nodes that compute them."""
+    return len(ours) == len(theirs) and all(map(_same_size, ours, theirs))
+
+
+def _same_size(one: Any, other: Any) -> bool:
+    if isinstance(other, fx.Node):
+        other = other.meta.get("val")
+    if type(one) is int and type(other) is int:
+        return one == other
+    if not isinstance(other, (int, torch.SymInt)):
+        return False
+    # Here, because the module that reasons about symbols takes long to import.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)
+
+
 def dtype(node: fx.Node, root: nn.Module) -> torch.dtype | None:
     """The dtype of a node's result, where every run of the graph must give it that one.
 
     It is known from a cast, from the fake value that export and Dynamo record, and for a float32
     that goes through a norm: outside autocast that keeps the dtype, and under it gives float32.
     """
-    if isinstance(value := node.meta.get("val"), torch.Tensor):
-        return value.dtype
+    if (recorded := value(node)) is not None:
+        return recorded.dtype
     reading = read(node, root)
     if reading is None or reading.obstacle or reading.input is None:
         return None
@@ -277,21 +479,55 @@ def _dtype_or_none(value: object) -> torch.dtype | None:
     return value if isinstance(value, torch.dtype) else None
 
 
-def viewed(nodes: Iterable[fx.Node]) -> bool:
-    """Whether a `view` may be asked for on something made from the results of nodes.
+# What the result of an activation shares with its input, and what reads no more than that.
+_MEASURES = frozenset({"shape", "ndim", "dtype", "device", "is_cuda", "is_cpu"})
+_MEASURING_METHODS = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "get_device", "is_floating_point"}
+)
+_MEASURING_FUNCTIONS = frozenset(
+    {
+        torch.numel,
+        torch.is_floating_point,
+        _aten.sym_size.int,
+        _aten.sym_size.default,
+        _aten.sym_numel.default,
+    }
+)
+
+
+def measures(node: fx.Node) -> bool:
+    """Whether a node reads of its input only the shape, the dtype or the device."""
+    if node.target is getattr:
+        return len(node.args) > 1 and node.args[1] in _MEASURES
+    if node.op == "call_method":
+        return node.target in _MEASURING_METHODS
+    if node.target is _aten._assert_tensor_metadata.default:
+        _, _, stride, *_ = *node.args, None, None
+        return stride is None and node.kwargs.get("stride") is None
+    return node.op == "call_function" and node.target in _MEASURING_FUNCTIONS
+
+
+# They fail where the strides do not suit them.
+_STRICT_METHODS = frozenset({"view", "view_as"})
+_STRICT_FUNCTIONS = frozenset(
+    {torch.Tensor.view, torch.Tensor.view_as, _aten.view.default, _aten._unsafe_view.default}
+)
+
+
+def viewed(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes from whose results something is made on which a `view` is asked for.
 
     `view` fails where the strides do not suit it, so whoever changes strides asks this first.
     What lies between is not judged, except that `contiguous` makes any strides good.
     """
-    seen = set(nodes)
-    waiting = list(seen)
-    while waiting:
-        for reader in waiting.pop().users:
-            if reader in seen:
-                continue
-            if reader.target == "view" or reader.target is torch.Tensor.view:
-                return True
-            seen.add(reader)
-            if reader.target != "contiguous":
-                waiting.append(reader)
-    return False
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_method":
+            strict = node.target in _STRICT_METHODS
+        else:
+            strict = node.op == "call_function" and node.target in _STRICT_FUNCTIONS
+        if node in found and node.target != "contiguous" and not measures(node):
+            found.update(node.all_input_nodes)
+        elif strict:
+            found.update(node.all_input_nodes[:1])
+    return frozenset(found)

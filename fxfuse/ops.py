@@ -33,6 +33,7 @@ def group_norm_activation(
     dtype: torch.dtype | None = None,
     channels_last: ChannelsLast = "keep",
     verify_batch_size: bool = True,
+    autocast: bool = True,
 ) -> Tensor:
     r"""Group normalisation and the activation after it, in one operator.
 
@@ -63,6 +64,8 @@ def group_norm_activation(
             every device; ``"eager"`` returns a contiguous one on CUDA, as eager does.
         verify_batch_size: Raise for one value per channel and group, as
             ``torch.nn.functional.group_norm`` does and ``torch.group_norm`` does not.
+        autocast: Let CUDA autocast make the result float32, as it does with
+            ``torch.nn.functional.group_norm`` and not with ``aten.native_group_norm``.
 
     Returns:
         ``(N, C, *)``.
@@ -87,6 +90,7 @@ def group_norm_activation(
             dtype=dtype,
             channels_last=channels_last,
             verify_batch_size=verify_batch_size,
+            autocast=autocast,
         )
         return result
     if input.dim() >= 2 and num_groups > 0:
@@ -98,6 +102,8 @@ def group_norm_activation(
             # What torch does not take: F.group_norm has the rules, which are not the same in every
             # torch, and the messages. Asked on the CPU: CUDA's fails for C = 0 and stays failed.
             F.group_norm(input.new_empty(size, device="cpu"), num_groups, eps=eps)
+    if not autocast and dtype is None:
+        dtype = input.dtype
     if channels_last == "eager" and input.is_cuda:
         # Flat and back, because sizes of 1 let channels_last strides pass for contiguous ones.
         input = input.contiguous().view(-1).view(input.size())

@@ -26,10 +26,13 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
 
     Results, gradients, `state_dict` and submodules stay what they were; only nodes change.  Tensors
     are read when the graph runs; numbers such as eps and bounds, and which modules carry hooks, are
-    read now.  Running it twice changes nothing.
+    read now.  Running it twice changes nothing.  The graphs that an operator runs, such as those
+    under `torch.utils.checkpoint` or `torch.no_grad`, are fused as well.
 
     Args:
-        graph_module: What `torch.fx.symbolic_trace` returns, or a graph made by hand.
+        graph_module: What `torch.fx.symbolic_trace` returns, what Dynamo gives a backend, the graph
+            of an exported program, decomposed or not, what AOT or `make_fx` returns, or a graph
+            made by hand.
         channels_last: `"keep"` lets a channels_last input give a channels_last result on CUDA,
             `"eager"` makes it contiguous, as GroupNorm does.  Where the graph asks for a `view` of
             what is made from the result, it is always `"eager"`.
@@ -37,13 +40,26 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
     Returns:
         One entry for each GroupNorm: fused, or the reason why not.
     """
-    available = library.load()
-    sites = apply(graph_module.graph, graph_module, fusions(channels_last), available=available)
-    report = FusionReport(tuple(sites))
-    if report.matched:
-        graph_module.graph.lint()
-        graph_module.recompile()
-    return report
+    available, table = library.load(), fusions(channels_last)
+    found: list[Site] = []
+    for module in _with_bodies(graph_module):
+        sites = apply(module.graph, module, table, available=available)
+        if any(site.match for site in sites):
+            module.graph.lint()
+            module.recompile()
+        found += sites
+    return FusionReport(tuple(found))
+
+
+def _with_bodies(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph module, and those whose graphs its operators run: checkpoint, cond, no_grad."""
+    found = [graph_module]
+    for module in found:
+        for node in module.graph.nodes:
+            body = nodes.attribute(node, module)
+            if isinstance(body, fx.GraphModule) and body not in found:
+                found.append(body)
+    return found
 
 
 def apply(
@@ -73,6 +89,8 @@ def fusions(channels_last: ops.ChannelsLast = "keep") -> tuple[Fusion, ...]:
         Fusion,
         steps=(_group_norm, _activation),
         transparent=_transparent,
+        measures=nodes.measures,
+        survey=nodes.viewed,
         target=ops.group_norm_activation,
         arguments=functools.partial(_arguments, channels_last=channels_last),
     )
@@ -97,6 +115,7 @@ class _Norm:
     weight: fx.Node | Attribute | None
     bias: fx.Node | Attribute | None
     verify_batch_size: bool
+    autocast: bool
 
 
 def _group_norm(node: fx.Node, root: nn.Module) -> Part | None:
@@ -110,9 +129,23 @@ def _group_norm(node: fx.Node, root: nn.Module) -> Part | None:
     refusal = _obstacle(reading, node, root)
     if refusal is None and isinstance(norm, Refusal):
         refusal = norm
+    if refusal is None and not _has_its_sizes(reading):
+        refusal = Reason.OTHER_SIZES.because(name=node.name)
     sizes = (arguments["num_groups"], arguments.get("num_channels"))
     text = f"{_label('GroupNorm', node, root)}({', '.join(str(n) for n in sizes if n is not None)})"
-    return Part(node, text, reading.input, data=norm, refusal=refusal)
+    return Part(node, text, reading.input, index=reading.index, data=norm, refusal=refusal)
+
+
+def _has_its_sizes(reading: nodes.Reading) -> bool:
+    """Whether the sizes that `native_group_norm` is told are known to be those of its input.
+
+    It takes any that have the same product, and N and C decide which values make a group.
+    """
+    if "HxW" not in reading.arguments:
+        return True
+    value = None if reading.input is None else nodes.value(reading.input)
+    told = [reading.arguments[name] for name in ("N", "C")]
+    return value is not None and nodes.same_sizes(value.shape[:2], told)
 
 
 def _already_fused(node: fx.Node) -> Part:
@@ -140,10 +173,11 @@ def _norm(arguments: Mapping[str, Any], root: nn.Module) -> _Norm | Refusal:
         if given is not None and not isinstance(given, (fx.Node, Attribute)):
             return Reason.BAD_AFFINE.because(name=name)
         value = given.value if isinstance(given, Attribute) else None
-        if isinstance(given, fx.Node) and given.op == "get_attr":
+        if isinstance(given, fx.Node):
             value = nodes.attribute(given, root)
+            value = nodes.value(given) if value is None else value
         # A tensor that the graph computes is known only when it runs; the operator checks it then.
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape):
             num_channels = arguments.get("num_channels", value.numel())
             if value.shape != (num_channels,) or not value.is_floating_point():
                 return Reason.BAD_AFFINE.because(name=name)
@@ -157,6 +191,7 @@ def _norm(arguments: Mapping[str, Any], root: nn.Module) -> _Norm | Refusal:
         arguments["weight"],
         arguments["bias"],
         arguments.get("verify_batch_size", True),
+        arguments.get("autocast", True),
     )
 
 
@@ -168,8 +203,17 @@ class _Activation:
 
 def _activation(node: fx.Node, root: nn.Module) -> Part | None:
     reading = nodes.read(node, root)
-    if reading is None or reading.operation not in _ACTIVATIONS:
+    if reading is None or reading.input is None:
         return None
+    part = None
+    if reading.operation == "cast":
+        part = _widened(reading, node, root)
+    elif reading.operation == "sigmoid":
+        part = _silu_in_parts(reading, node, root)
+    elif reading.operation == "add":
+        part = _hardswish_in_parts(reading, node, root)
+    if part is not None or reading.operation not in _ACTIVATIONS:
+        return part
     activation = _ACTIVATIONS[reading.operation](reading.arguments)
     refusal = _obstacle(reading, node, root)
     if refusal is None and isinstance(activation, Refusal):
@@ -179,6 +223,76 @@ def _activation(node: fx.Node, root: nn.Module) -> Part | None:
     params = () if isinstance(activation, Refusal) else activation.params
     text = _text(_label(_LABELS[reading.operation], node, root), params)
     return Part(node, text, reading.input, reading.inplace, data=activation, refusal=refusal)
+
+
+def _widened(reading: nodes.Reading, node: fx.Node, root: nn.Module) -> Part | None:
+    """An activation that a 16-bit value goes through in float32, as decompositions have it.
+
+    The kernels compute in float32 anyway.
+    """
+    given, made = _cast(reading, root)
+    if given not in (torch.float16, torch.bfloat16) or made is not torch.float32:
+        return None
+    part = next((part for reader in node.users if (part := _activation(reader, root))), None)
+    if part is None or part.input is not node:
+        return None
+    if part.refusal is not None:
+        return Part(node, part.text, reading.input, refusal=part.refusal)
+    for last in part.node.users:
+        back = nodes.read(last, root)
+        if back is not None and back.operation == "cast" and _cast(back, root) == (made, given):
+            inner = (node, *part.inner, part.node)
+            return Part(last, part.text, reading.input, inner=inner, data=part.data)
+    return None
+
+
+def _cast(reading: nodes.Reading, root: nn.Module) -> tuple[torch.dtype | None, Any]:
+    """The dtypes before and after a cast that changes nothing else; two None for any other."""
+    harmless = {"input", "dtype", "copy", "non_blocking"}
+    if reading.input is None or any(
+        value for name, value in reading.arguments.items() if name not in harmless
+    ):
+        return None, None
+    return nodes.dtype(reading.input, root), reading.arguments["dtype"]
+
+
+def _silu_in_parts(reading: nodes.Reading, node: fx.Node, root: nn.Module) -> Part | None:
+    """`y * sigmoid(y)`, of which the sigmoid comes first."""
+    if reading.inplace or reading.obstacle or reading.arguments.get("out") is not None:
+        return None
+    for last in node.users:
+        product = nodes.read(last, root)
+        if product is not None and _factors(product) == {reading.input, node}:
+            same_tensor = product.inplace and product.input is reading.input
+            data = _Activation("silu")
+            return Part(last, "SiLU", reading.input, same_tensor, inner=(node,), data=data)
+    return None
+
+
+def _hardswish_in_parts(reading: nodes.Reading, node: fx.Node, root: nn.Module) -> Part | None:
+    """`y * clamp(y + 3, 0, 6) / 6`, of which the sum comes first; the clamp may be two."""
+    ends, bounded = [node], False
+    for _ in range(2):
+        for reader in ends[-1].users:
+            found = nodes.read(reader, root)
+            if found is not None and found.operation in ("clamp", "hardtanh", "relu6"):
+                ends.append(reader)
+                bounded = True
+                break
+    products = (nodes.read(reader, root) for reader in ends[-1].users)
+    wanted = {reading.input, ends[-1]}
+    if not bounded or not any(product and _factors(product) == wanted for product in products):
+        return None
+    # torch's kernel has a gradient of 0 at -3 and of 1 at 3, autograd makes -0.5 and 1.5.
+    refusal = Reason.OTHER_GRADIENT.because(name="hardswish", where="-3 and 3")
+    return Part(node, "Hardswish", reading.input, refusal=refusal)
+
+
+def _factors(reading: nodes.Reading) -> set[object]:
+    if reading.operation != "mul":
+        return set()
+    factors = (reading.arguments["input"], reading.arguments["other"])
+    return {factor for factor in factors if isinstance(factor, fx.Node)}
 
 
 def _hardtanh(arguments: Mapping[str, Any]) -> _Activation | Refusal:
@@ -205,12 +319,32 @@ def _clamp(arguments: Mapping[str, Any]) -> _Activation | Refusal:
     return Reason.CLAMP_GRADIENT.because() if name is None else _Activation(name, bounds)
 
 
+def _gelu(arguments: Mapping[str, Any]) -> _Activation | Refusal:
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    approximate = arguments["approximate"]
+    if isinstance(approximate, str) and approximate in names:
+        return _Activation(names[approximate])
+    return Reason.COMPUTED_ARGUMENT.because(name="approximate", kind=_kind(approximate))
+
+
+def _leaky_relu(arguments: Mapping[str, Any]) -> _Activation | Refusal:
+    slope = arguments["negative_slope"]
+    if not _is_number(slope):
+        return Reason.COMPUTED_ARGUMENT.because(name="negative_slope", kind=_kind(slope))
+    return _Activation("leaky_relu", (float(slope),))
+
+
 _ACTIVATIONS: dict[str, Callable[[Mapping[str, Any]], _Activation | Refusal]] = {
     "hardtanh": _hardtanh,
     "clamp": _clamp,
     "relu": lambda arguments: _Activation("relu"),
     "relu6": lambda arguments: _Activation("relu6"),
     "silu": lambda arguments: _Activation("silu"),
+    "gelu": _gelu,
+    "hardswish": lambda arguments: _Activation("hardswish"),
+    "leaky_relu": _leaky_relu,
+    "sigmoid": lambda arguments: _Activation("sigmoid"),
+    "tanh": lambda arguments: _Activation("tanh"),
 }
 
 _LABELS = {
@@ -219,6 +353,11 @@ _LABELS = {
     "relu": "ReLU",
     "relu6": "ReLU6",
     "silu": "SiLU",
+    "gelu": "GELU",
+    "hardswish": "Hardswish",
+    "leaky_relu": "LeakyReLU",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
 }
 
 
@@ -264,7 +403,9 @@ def clamp_activation() -> str | None:
 
 def _transparent(node: fx.Node, root: nn.Module) -> Part | None:
     reading = nodes.read(node, root)
-    if reading is None or reading.operation not in ("identity", "dropout", "cast"):
+    if reading is None or reading.operation not in ("identity", "dropout", "cast", "clone"):
+        return None
+    if reading.arguments.get("memory_format") not in (None, torch.preserve_format):
         return None
     text = nodes.name(node, root)
     refusal = _obstacle(reading, node, root)
@@ -274,10 +415,11 @@ def _transparent(node: fx.Node, root: nn.Module) -> Part | None:
         if isinstance(p, fx.Node) or p != 0:
             refusal = Reason.DROPOUT.because(p=p)
     if refusal is None and reading.operation == "cast":
-        given = reading.input and nodes.dtype(reading.input, root)
-        if given is None or given is not reading.arguments["dtype"]:
+        given, made = _cast(reading, root)
+        if given is None or given is not made:
             refusal = Reason.CAST.because(cast=text)
-    return Part(node, text, reading.input, refusal=refusal)
+    copies = reading.operation == "clone" or bool(reading.arguments.get("copy"))
+    return Part(node, text, reading.input, same_tensor=not copies, refusal=refusal)
 
 
 def _obstacle(reading: nodes.Reading, node: fx.Node, root: nn.Module) -> Refusal | None:
@@ -308,7 +450,7 @@ def _kind(value: object) -> str:
 
 
 def _arguments(
-    graph: fx.Graph, match: Match, channels_last: ops.ChannelsLast
+    graph: fx.Graph, match: Match, viewed: frozenset[fx.Node], channels_last: ops.ChannelsLast
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `ops.group_norm_activation`, without those that are its defaults."""
     norm: _Norm = match.parts[0].data
@@ -322,8 +464,10 @@ def _arguments(
     kwargs["activation"] = activation.name
     if activation.params:
         kwargs["params"] = activation.params
-    if channels_last == "eager" or nodes.viewed(match.nodes):
+    if channels_last == "eager" or not viewed.isdisjoint(match.nodes):
         kwargs["channels_last"] = "eager"
     if not norm.verify_batch_size:
         kwargs["verify_batch_size"] = False
+    if not norm.autocast:
+        kwargs["autocast"] = False
     return (match.parts[0].input, norm.num_groups), kwargs

@@ -31,6 +31,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.NOT_THE_INPUT: NOT_FOR_A_USER,
     Reason.MODE_SWITCH: "Change the mode before the norm or after the activation.",
     Reason.DROPOUT: "Put the dropout after the activation, or p = 0.",
+    Reason.OTHER_GRADIENT: "Write it as one call, or decompose it later than the pass.",
     Reason.CAST: "Cast before the norm or after the activation.",
     Reason.TENSOR_BOUND: "Give the bound as a Python number.",
     Reason.NAN_BOUND: "Give a bound that is a number.",
@@ -40,6 +41,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.CLAMP_GRADIENT: "Use hardtanh, or report the torch version to fxfuse.",
     Reason.COMPUTED_ARGUMENT: "Give the argument as a Python number.",
     Reason.BAD_NUM_GROUPS: "Give a num_groups that divides the channels: torch raises otherwise.",
+    Reason.OTHER_SIZES: "Keep the fake tensors that tracing records, or call group_norm.",
     Reason.BAD_AFFINE: "Give weight and bias one floating-point value per channel.",
     Reason.SUBCLASS: "Use nn.GroupNorm itself, or a forward in which F.group_norm can be traced.",
     Reason.PARAMETRIZED: "Remove the parametrization (torch.nn.utils.parametrize), if it is done "

@@ -6,19 +6,22 @@ without changing the program, and replaces the others.  Every node that begins a
 `Site`, whether it was fused or why not.
 
 The whole safety argument is one rule: a value inside a chain is read by the chain alone.  Then no
-other node can see that it is gone, and none can write to it.  The one exception is a chain whose
-later steps write in place, where the readers that come after the last write see its result.  The
-new node stands where the chain began, so what the graph does to the chain's inputs afterwards
-comes afterwards still.
+other node can see that it is gone, and none can write to it.  The exceptions are few: readers that
+have no effect and whose own results no one reads, which go with the chain; readers that learn no
+more than what its result shares with the value, such as the shape; and, where the rest of the chain
+writes in place, the readers that come after the last write, which see its result.  The new node
+stands where the chain began, so what the graph does to the chain's inputs afterwards comes
+afterwards still.
 """
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -46,6 +49,7 @@ class Reason(Enum):
 
     # Found by the readers of the steps.
     DROPOUT = "A dropout with p = {p} stands in between."
+    OTHER_GRADIENT = "It is {name} in parts, whose gradient at {where} is not that of {name}."
     CAST = "{cast} stands in between, and may change the dtype."
     TENSOR_BOUND = "The bound {name} is a {kind}, not a Python int or float."
     NAN_BOUND = "The bound {name} is NaN."
@@ -55,6 +59,7 @@ class Reason(Enum):
     CLAMP_GRADIENT = "The gradient of this torch's clamp follows a rule that no kernel has."
     COMPUTED_ARGUMENT = "{name} is a {kind}, not a Python number."
     BAD_NUM_GROUPS = "{num_groups} groups cannot divide {num_channels} channels."
+    OTHER_SIZES = "{name} is told sizes that may not be those of its input."
     BAD_AFFINE = "{name} is not one floating-point value per channel."
     SUBCLASS = "{module} is a subclass, whose behaviour may be its own."
     PARAMETRIZED = "{module} is parametrized."
@@ -100,7 +105,9 @@ class Part:
         node: The node.
         text: What it is, for the report: `Hardtanh(-2, 2)`.
         input: The node whose value the chain passes through this one.
-        inplace: Whether the result is written over that value.
+        same_tensor: Whether the result is the very tensor that came in, written over or not.
+        index: Which of the node's results the chain passes on; None where it has one.
+        inner: Nodes before it that are part of the same operation, where several nodes make one.
         data: What the fusion needs to know to replace the node.
         refusal: Why the node cannot be replaced, if so.
     """
@@ -108,7 +115,9 @@ class Part:
     node: fx.Node
     text: str
     input: fx.Node | None = None
-    inplace: bool = False
+    same_tensor: bool = False
+    index: int | None = None
+    inner: tuple[fx.Node, ...] = ()
     data: Any = None
     refusal: Refusal | None = None
 
@@ -125,11 +134,13 @@ class Fusion:
         name: Its name.
         producer: Names the node that feeds the chain, or returns None where the row is not for it.
         steps: The readers of the nodes to replace, first to last.
-        transparent: Reads a node that may stand between two steps because its result is its input,
-            the same tensor.
+        transparent: Reads a node that may stand between two steps because its result is its input.
+        measures: Whether a node reads of a value inside the chain only what the chain's result
+            shares with it, such as the shape.
         target: The function that takes the chain's place.
-        arguments: Its positional and keyword arguments.  Nodes that they need may be added to the
-            graph; they will stand before the call.
+        arguments: Its positional and keyword arguments, from the graph, the match and the survey.
+            Nodes that they need may be added to the graph; they will stand before the call.
+        survey: What `arguments` wants to know of the graph as a whole, asked once for all chains.
     """
 
     name: str
@@ -137,7 +148,9 @@ class Fusion:
     steps: tuple[Reader, ...]
     transparent: Reader
     target: Callable[..., Any]
-    arguments: Callable[[fx.Graph, Match], tuple[tuple[Any, ...], dict[str, Any]]]
+    arguments: Callable[[fx.Graph, Match, Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    measures: Callable[[fx.Node], bool] = lambda node: False
+    survey: Callable[[fx.Graph], Any] = lambda graph: None
 
 
 @dataclass(frozen=True)
@@ -149,12 +162,17 @@ class Match:
         producer: The node that feeds it, and stays.
         parts: The nodes that its steps have read (for GroupNorm and activation: these two).
         nodes: Every node that is replaced, with the transparent ones, in the order of the chain.
+        unread: Nodes that go as well, because they read what is replaced, and no one reads them.
+        early: Nodes that measure what is replaced, to stand right after the call: what is done to
+            its result later was not done to the value.
     """
 
     fusion: Fusion
     producer: fx.Node
     parts: tuple[Part, ...]
     nodes: tuple[fx.Node, ...]
+    unread: tuple[fx.Node, ...] = ()
+    early: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,29 +278,66 @@ def apply(
     Returns:
         One site for each node that begins a chain, in the order of the graph.
     """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    sites = [site for node in order if (site := _inspect(node, root, fusions, order)) is not None]
+    context = _Context(graph, root)
+    sites = [
+        site for node in context.order if (site := _inspect(node, fusions, context)) is not None
+    ]
     if analyse_only:
         return sites
     matches = [site.match for site in sites if site.match is not None]
+    surveys = {survey: survey(graph) for survey in {match.fusion.survey for match in matches}}
     # All calls first: the input of a chain may be the end of another, and replacing that one
     # afterwards updates the new call as it does every other reader.
-    calls = [_insert(graph, match) for match in matches]
+    calls = [insert(graph, match, surveys[match.fusion.survey]) for match in matches]
     for match, call in zip(matches, calls, strict=True):
+        for node in match.unread:
+            graph.erase_node(node)
+        for node in match.early:
+            call.append(node)
         for node in reversed(match.nodes):
-            # Only the last has other readers, or all are one tensor (see `_Chain._extend`).
+            # What other readers may see is in the call's result (see `_Chain._may_stay`).
             node.replace_all_uses_with(call)
             graph.erase_node(node)
     return [site.with_reason(Reason.FUSED) if site.match else site for site in sites]
 
 
-def _inspect(
-    node: fx.Node, root: nn.Module, fusions: Sequence[Fusion], order: dict[fx.Node, int]
-) -> Site | None:
+class _Context:
+    """What is asked of a graph again and again, found out once, so that a pass takes linear time.
+
+    Attributes:
+        root: The module that the graph addresses.
+        order: The place of each node.
+        unread: The nodes without effect whose results no one reads, or only others of these.
+        switches: The places of the nodes that change a mode, in order.
+    """
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.root = root
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        self.unread: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if _has_no_effect(node) and self.unread.issuperset(node.users):
+                self.unread.add(node)
+        self.nodes: list[fx.Node] = list(self.order)
+        self.switches = [index for node, index in self.order.items() if _switches_mode(node)]
+
+    def switch(self, first: fx.Node, last: fx.Node) -> fx.Node | None:
+        """The first node between two that changes a mode."""
+        found = bisect.bisect_right(self.switches, self.order[first])
+        place = self.switches[found] if found < len(self.switches) else len(self.nodes)
+        return self.nodes[place] if place < self.order[last] else None
+
+
+def _inspect(node: fx.Node, fusions: Sequence[Fusion], context: _Context) -> Site | None:
     """The site of the chain that begins at a node, or None where none does."""
     first: _Chain | None = None
+    heads: dict[Reader, Part | None] = {}
     for fusion in fusions:
-        chain = _Chain.follow(fusion, node, root, order)
+        step = fusion.steps[0]
+        if step not in heads:
+            heads[step] = step(node, context.root)
+        head = heads[step]
+        chain = None if head is None else _Chain.follow(fusion, head, context)
         if chain is None:
             continue
         if chain.refusal is None:
@@ -293,30 +348,49 @@ def _inspect(
 
 @dataclass
 class _Chain:
-    """A chain that is being followed."""
+    """A chain that is being followed.
+
+    Attributes:
+        parts: What its steps have read.
+        nodes: Its nodes so far, in order.
+        inside: Those whose result is not what the chain passes on: it is one of several, or the
+            node is only part of an operation.
+        written_over: Those whose result is the same tensor as the last one's.
+        early: As in `Match`.
+    """
 
     fusion: Fusion
-    root: nn.Module
-    order: dict[fx.Node, int]
+    context: _Context
     producer: str
     parts: list[Part]
     nodes: list[fx.Node]
+    inside: set[fx.Node] = field(default_factory=set)
+    written_over: set[fx.Node] = field(default_factory=set)
+    early: list[fx.Node] = field(default_factory=list)
     refusal: Refusal | None = None
 
     @classmethod
-    def follow(
-        cls, fusion: Fusion, head: fx.Node, root: nn.Module, order: dict[fx.Node, int]
-    ) -> _Chain | None:
-        part = fusion.steps[0](head, root)
-        if part is None:
-            return None
-        producer = "" if part.input is None else fusion.producer(part.input, root)
+    def follow(cls, fusion: Fusion, head: Part, context: _Context) -> _Chain | None:
+        producer = "" if head.input is None else fusion.producer(head.input, context.root)
         if producer is None:
             return None
-        chain = cls(fusion, root, order, producer, [part], [head], part.refusal)
+        chain = cls(fusion, context, producer, [head], [], refusal=head.refusal)
+        chain._append(head)
         if chain.refusal is None:
             chain.refusal = chain._extend()
         return chain
+
+    def _append(self, part: Part) -> None:
+        """Takes the nodes of a part in."""
+        self.nodes += [*part.inner, part.node]
+        self.inside.update(part.inner)
+        if part.index is not None:
+            self.inside.add(part.node)
+            picks = [node for node in self._others(part.node) if _picks(node, part.index)]
+            self.nodes += picks[:1]
+        if not part.same_tensor:
+            self.written_over.clear()
+        self.written_over.add(self.nodes[-1])
 
     def _extend(self) -> Refusal | None:
         """Reads the rest of the chain, or says why there is none."""
@@ -324,35 +398,46 @@ class _Chain:
             refusal = self._advance(step)
             if refusal is not None:
                 return refusal
-        tail = self.parts[-1].node
-        others = [reader for value in self.nodes[:-1] for reader in self._others(value)]
-        # Where each step wrote over the value before it, all of them are one tensor, which holds
-        # the result by the time that a later node reads it.
-        one_tensor = all(part.inplace for part in self.parts[1:])
-        if others and not (one_tensor and all(self._before(tail, reader) for reader in others)):
-            return self._shared(next(value for value in self.nodes if self._others(value)))
-        for node in self._between(self.nodes[0], tail):
-            if _switches_mode(node):
-                return Reason.MODE_SWITCH.because(switch=node.name)
-        return None
+        head, tail = self.nodes[0], self.nodes[-1]
+        for value in self.nodes[:-1]:
+            if not all(self._may_stay(reader, value, tail) for reader in self._others(value)):
+                return self._shared(value)
+        switch = self.context.switch(head, tail)
+        return None if switch is None else Reason.MODE_SWITCH.because(switch=switch.name)
+
+    def _may_stay(self, reader: fx.Node, value: fx.Node, tail: fx.Node) -> bool:
+        """Whether a reader outside the chain may read the chain's result in place of a value."""
+        if value in self.inside:
+            return False
+        if value in self.written_over and self._before(tail, reader):
+            return True
+        if not self.fusion.measures(reader):
+            return False
+        if self._before(tail, reader):
+            self.early.append(reader)
+            return reader.all_input_nodes == [value]
+        return True
 
     def _advance(self, step: Reader) -> Refusal | None:
         """Appends the node that a step reads, and the transparent ones before it."""
         while True:
             value = self.nodes[-1]
-            readers = sorted(value.users, key=self.order.__getitem__)
+            if value in self.inside:
+                return Reason.NO_READER.because(value=value.name)
+            readers = [node for node in self._others(value) if not self.fusion.measures(node)]
+            readers.sort(key=self.context.order.__getitem__)
             if not readers:
                 return Reason.NO_READER.because(value=value.name)
             reader = readers[0]
-            part = step(reader, self.root)
+            part = step(reader, self.context.root)
             found = part is not None
             if part is None:
-                part = self.fusion.transparent(reader, self.root)
+                part = self.fusion.transparent(reader, self.context.root)
             if part is None:
                 return self._lost(value, readers, step)
             if found:
                 self.parts.append(part)
-            self.nodes.append(reader)
+            self._append(part)
             if part.input is not value:
                 return Reason.NOT_THE_INPUT.because(value=value.name, reader=reader.name)
             if part.refusal is not None:
@@ -365,23 +450,23 @@ class _Chain:
         if len(readers) > 1:
             # A later reader may be the step: then the chain ends there, for the report.
             for reader in readers[1:]:
-                part = step(reader, self.root)
+                part = step(reader, self.context.root)
                 if part is not None and part.input is value:
                     self.parts.append(part)
-                    self.nodes.append(reader)
+                    self._append(part)
                     break
             return self._shared(value)
         (reader,) = readers
         if reader.op == "output":
             return Reason.GRAPH_OUTPUT.because(value=value.name)
-        if value in written(reader, self.root):
+        if value in written(reader, self.context.root):
             return Reason.WRITTEN_IN_PLACE.because(writer=reader.name, value=value.name)
         return Reason.NO_ACTIVATION.because(value=value.name, reader=reader.name)
 
     def _shared(self, value: fx.Node) -> Refusal:
         """Why a value that has other readers cannot go."""
         others = self._others(value)
-        end = max([*others, self.nodes[-1]], key=self.order.__getitem__)
+        end = max([*others, self.nodes[-1]], key=self.context.order.__getitem__)
         if self.nodes[-1] is not value:
             end = self.nodes[-1]
         writer = self._writer(value, end)
@@ -394,34 +479,53 @@ class _Chain:
 
     def _writer(self, value: fx.Node, end: fx.Node) -> fx.Node | None:
         """The first node up to `end` that writes to a value or to what was made from it."""
-        # Which functions return views is not known here, so each might.
+        # Which functions return views is not known here, so each might.  Only the report needs to
+        # know, for which a writer far off is just another reader: so the pass takes linear time.
         made = {value}
-        for node in (*self._between(value, end), end):
+        first, last = self.context.order[value], self.context.order[end]
+        for node in self.context.nodes[first + 1 : min(last, first + _FAR) + 1]:
             if node in self.nodes or made.isdisjoint(node.all_input_nodes):
                 continue
-            if not made.isdisjoint(written(node, self.root)):
+            if not made.isdisjoint(written(node, self.context.root)):
                 return node
             made.add(node)
         return None
 
     def _others(self, value: fx.Node) -> list[fx.Node]:
-        return [reader for reader in value.users if reader not in self.nodes]
+        """The readers of a value outside the chain that are not nothing."""
+        return [
+            reader
+            for reader in value.users
+            if reader not in self.nodes and reader not in self.context.unread
+        ]
 
     def _before(self, first: fx.Node, second: fx.Node) -> bool:
-        return self.order[first] < self.order[second]
+        return self.context.order[first] < self.context.order[second]
 
-    def _between(self, first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-        node = first.next
-        while self._before(node, last):
-            yield node
-            node = node.next
+    def _unread(self) -> tuple[fx.Node, ...]:
+        """The nodes that read the chain before its end to no purpose, last first."""
+        found: dict[fx.Node, None] = {}
+        waiting = self.nodes[:-1]
+        while waiting:
+            for reader in waiting.pop().users:
+                if reader in self.context.unread and reader not in found:
+                    found[reader] = None
+                    waiting.append(reader)
+        return tuple(sorted(found, key=self.context.order.__getitem__, reverse=True))
 
     def site(self) -> Site:
         head = self.parts[0]
         match = None
         if self.refusal is None:
             assert head.input is not None
-            match = Match(self.fusion, head.input, tuple(self.parts), tuple(self.nodes))
+            match = Match(
+                self.fusion,
+                head.input,
+                tuple(self.parts),
+                tuple(self.nodes),
+                self._unread(),
+                tuple(self.early),
+            )
         refusal = self.refusal or Reason.FUSIBLE.because()
         return Site(
             norm=head.text,
@@ -432,22 +536,50 @@ class _Chain:
             reason=refusal.sentence,
             module=_module_path(head.node),
             source=_source_line(head.node),
+            shape=_shape(head.input),
             match=match,
         )
 
 
-def _insert(graph: fx.Graph, match: Match) -> fx.Node:
+_FAR = 100
+"""How many nodes ahead a report looks for the writer to a value."""
+
+
+def insert(graph: fx.Graph, match: Match, survey: Any = None) -> fx.Node:
     """Puts the call that will take the place of a chain where the chain begins."""
+    if survey is None:
+        survey = match.fusion.survey(graph)
     head, tail = match.nodes[0], match.nodes[-1]
     with graph.inserting_before(head):
-        args, kwargs = match.fusion.arguments(graph, match)
+        args, kwargs = match.fusion.arguments(graph, match, survey)
         call = graph.call_function(match.fusion.target, args, kwargs, type_expr=tail.type)
     # What it computes is what the last node computed; where it comes from is where the first did.
-    call.meta = {**head.meta, **tail.meta}
+    value = head if match.parts[0].index is None else match.nodes[1]
+    call.meta = {**value.meta, **tail.meta}
     for key in ("nn_module_stack", "stack_trace"):
         if key in head.meta:
             call.meta[key] = head.meta[key]
     return call
+
+
+def _picks(node: fx.Node, index: int) -> bool:
+    """Whether a node picks one result out of several."""
+    return node.target is operator.getitem and node.args[1:] == (index,)
+
+
+_NO_EFFECT = frozenset(
+    {
+        operator.getitem,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.detach.default,
+    }
+)
+
+
+def _has_no_effect(node: fx.Node) -> bool:
+    """Whether a node does nothing but give a result; what autograd leaves in a graph."""
+    return node.op == "call_function" and node.target in _NO_EFFECT
 
 
 _WRITING_OPERATORS = frozenset(
@@ -529,6 +661,15 @@ _MODE_SWITCHES = frozenset(
 def _switches_mode(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", "")
     return node.op == "call_function" and name in _MODE_SWITCHES
+
+
+def _shape(node: fx.Node | None) -> tuple[int, ...] | None:
+    """The shape that tracing has recorded of a value, if it is always that."""
+    meta = {} if node is None else node.meta
+    value = meta.get("val", meta.get("example_value"))
+    if not isinstance(value, torch.Tensor) or any(type(size) is not int for size in value.shape):
+        return None
+    return tuple(value.shape)
 
 
 def _module_path(node: fx.Node) -> str | None:

@@ -1,5 +1,7 @@
 """Hypothesis strategies for models: `models()` hold chains to fuse, `near_misses()` hold none.
 
+`DIALECTS` gives the graph of a model as each tracer writes it.
+
 A model is made of spellings that are drawn by name from the two tables below, so that what
 Hypothesis prints says what was run, and every model can be pickled.  Shapes and a seed are drawn,
 never elements.  Everything is float64.
@@ -8,14 +10,16 @@ never elements.  Everything is float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from functorch.compile import aot_function, make_boxed_func
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 # ---- spellings ------------------------------------------------------------------------------
 
@@ -84,6 +88,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "y.relu_()": lambda y: y.relu_(),
     "F.silu(y)": lambda y: F.silu(y),
     "F.silu(y, inplace=True)": lambda y: F.silu(y, inplace=True),
+    "F.gelu(y)": lambda y: F.gelu(y),
+    "F.gelu(y, approximate='none')": lambda y: F.gelu(y, approximate="none"),
+    "F.gelu(approximate='tanh', input=)": lambda y: F.gelu(approximate="tanh", input=y),
+    "F.hardswish(y)": lambda y: F.hardswish(y),
+    "F.hardswish(y, True)": lambda y: F.hardswish(y, True),
+    "F.leaky_relu(y)": lambda y: F.leaky_relu(y),
+    "F.leaky_relu(y, 0.2)": lambda y: F.leaky_relu(y, 0.2),
+    "F.leaky_relu(inplace=, negative_slope=, input=)": lambda y: F.leaky_relu(
+        inplace=True, negative_slope=0.5, input=y
+    ),
+    "F.leaky_relu_(y)": lambda y: F.leaky_relu_(y),
+    "F.leaky_relu_(y, negative_slope=)": lambda y: F.leaky_relu_(y, negative_slope=2),
+    "F.sigmoid(y)": lambda y: F.sigmoid(y),
+    "torch.sigmoid(input=)": lambda y: torch.sigmoid(input=y),
+    "torch.sigmoid_(y)": lambda y: torch.sigmoid_(y),
+    "torch.special.expit(y)": lambda y: torch.special.expit(y),
+    "y.sigmoid()": lambda y: y.sigmoid(),
+    "y.sigmoid_()": lambda y: y.sigmoid_(),
+    "F.tanh(y)": lambda y: F.tanh(y),
+    "torch.tanh(y)": lambda y: torch.tanh(y),
+    "torch.tanh_(y)": lambda y: torch.tanh_(y),
+    "y.tanh()": lambda y: y.tanh(),
+    "y.tanh_()": lambda y: y.tanh_(),
+    "torch.ops.aten.gelu(y, approximate=)": lambda y: torch.ops.aten.gelu(y, approximate="tanh"),
+    "torch.ops.aten.hardtanh_(self=)": lambda y: torch.ops.aten.hardtanh_(self=y, max_val=0.5),
+    "torch.ops.aten.clamp.default(y, None, 1)": lambda y: torch.ops.aten.clamp.default(y, None, 1),
+    "y * torch.sigmoid(y)": lambda y: y * torch.sigmoid(y),
+    "y.sigmoid() * y": lambda y: y.sigmoid() * y,
+    "torch.mul(y, F.sigmoid(y))": lambda y: torch.mul(y, F.sigmoid(y)),
+    "y.mul_(y.sigmoid())": lambda y: y.mul_(y.sigmoid()),
     "torch.clamp(y, -1, 1)": lambda y: torch.clamp(y, -1, 1),
     "torch.clamp(y, max=, min=)": lambda y: torch.clamp(y, max=0.5, min=-2),
     "torch.clamp(max=, input=)": lambda y: torch.clamp(max=0.5, input=y),
@@ -122,6 +156,14 @@ ACTIVATION_MODULES: dict[str, Callable[[], nn.Module]] = {
     "nn.ReLU(inplace=True)": lambda: nn.ReLU(inplace=True),
     "nn.SiLU()": lambda: nn.SiLU(),
     "nn.SiLU(inplace=True)": lambda: nn.SiLU(inplace=True),
+    "nn.GELU()": lambda: nn.GELU(),
+    "nn.GELU('tanh')": lambda: nn.GELU("tanh"),
+    "nn.Hardswish()": lambda: nn.Hardswish(),
+    "nn.Hardswish(inplace=True)": lambda: nn.Hardswish(inplace=True),
+    "nn.LeakyReLU()": lambda: nn.LeakyReLU(),
+    "nn.LeakyReLU(0.3, inplace=True)": lambda: nn.LeakyReLU(0.3, inplace=True),
+    "nn.Sigmoid()": lambda: nn.Sigmoid(),
+    "nn.Tanh()": lambda: nn.Tanh(),
 }
 
 # What may stand between the two and does nothing.
@@ -130,6 +172,7 @@ TRANSPARENT: dict[str, Callable[[], nn.Module]] = {
     "nn.Dropout(0)": lambda: nn.Dropout(0),
     "nn.Dropout(0.0, inplace=True)": lambda: nn.Dropout(0.0, inplace=True),
     "F.dropout(y, 0.0, training=)": lambda: NoDropout(),
+    "y.clone()": lambda: Clone(),
 }
 
 
@@ -169,6 +212,11 @@ class NoDropout(nn.Module):
         return F.dropout(y, 0.0, training=self.training)
 
 
+class Clone(nn.Module):
+    def forward(self, y: Tensor) -> Tensor:
+        return y.clone()
+
+
 def group_norm(spelling: str, num_groups: int, num_channels: int, eps: float = 1e-5) -> nn.Module:
     """A module of either table, with an affine map that is not the identity."""
     if spelling in GROUP_NORMS:
@@ -203,6 +251,14 @@ class Model:
     seed: int
     planted: int
 
+    @property
+    def hardswishes(self) -> int:
+        """How many of the chains that can be fused end in a hardswish."""
+        return sum(
+            isinstance(module, nn.Hardswish) or "hardswish" in getattr(module, "spelling", "")
+            for module in self.model.modules()
+        )
+
     def inputs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor]:
         """The arguments of a call; the same values each time."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -234,6 +290,20 @@ class BareStatement(nn.Module):
         return y * 2 + y
 
 
+class Measured(nn.Module):
+    """The norm's result is also asked for its shape, dtype and device."""
+
+    def __init__(self, producer: nn.Module, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.producer, self.norm, self.activation = producer, norm, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.producer(x))
+        batch, channels, dtype = y.size(0), y.shape[1], y.dtype
+        z = self.activation(y)
+        return z.reshape(batch, channels, -1).to(dtype).reshape_as(z)
+
+
 class SharedNorm(nn.Module):
     """One norm called twice, an activation behind the first call only."""
 
@@ -242,7 +312,7 @@ class SharedNorm(nn.Module):
         self.producer, self.norm, self.activation = producer, norm, activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.norm(self.producer(x))) + self.norm(x).tanh()
+        return self.activation(self.norm(self.producer(x))) + self.norm(x).sin()
 
 
 class SharedProducer(nn.Module):
@@ -349,8 +419,10 @@ def _blocks(
     draw: st.DrawFn, shape: tuple[int, ...], num_groups: int, depth: int
 ) -> tuple[nn.Module, int]:
     """A module that keeps the shape, and how many chains it holds."""
-    kinds = ["chain", "sequential", "bare", "shared norm", "shared producer", "tied", "none"]
-    kind = draw(st.sampled_from(kinds + ["residual", "branches", "nested"] * (depth > 0)))
+    kinds = ["chain", "sequential", "bare", "measured", "shared norm", "shared producer", "tied"]
+    kind = draw(
+        st.sampled_from(kinds + ["none"] + ["residual", "branches", "nested"] * (depth > 0))
+    )
     if kind == "none":
         return draw(_producers(shape)), 0
     if kind in ("residual", "branches", "nested"):
@@ -371,7 +443,12 @@ def _blocks(
         between = draw(st.lists(st.sampled_from(list(TRANSPARENT)), max_size=2))
         block = nn.Sequential(producer, norm, *(TRANSPARENT[name]() for name in between), act)
     else:
-        written = {"chain": Chain, "shared norm": SharedNorm, "shared producer": SharedProducer}
+        written = {
+            "chain": Chain,
+            "measured": Measured,
+            "shared norm": SharedNorm,
+            "shared producer": SharedProducer,
+        }
         block = written[kind](producer, norm, act)
     return nn.Sequential(Ramp(shape), block), planted
 
@@ -446,12 +523,59 @@ class AlsoInAList(Miss):
         return torch.cat([x, z, self.activation(y)])
 
 
-class AlsoMeasured(Miss):
+class AlsoAskedForStrides(Miss):
     codes = ("other_reader",)
 
     def after(self, y: Tensor, x: Tensor) -> Any:
-        size = y.size(0)
-        return self.activation(y) * size
+        stride = y.stride(0)
+        return self.activation(y) * stride
+
+
+class GatedByAnother(Miss):
+    codes = ("other_reader",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        return y * torch.sigmoid(y + x)
+
+
+class GatedAndAdded(Miss):
+    codes = ("other_reader",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        gate = torch.sigmoid(y)
+        return y * gate + gate
+
+
+class HardswishInParts(Miss):
+    codes = ("other_gradient",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        return y * F.relu6(y + 3) / 6
+
+
+class ClonedInAnotherFormat(Miss):
+    codes = ("no_activation",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        return self.activation(y.clone(memory_format=torch.contiguous_format))
+
+
+class WrittenBesideAClone(Miss):
+    codes = ("written_in_place",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        z = y.clone()
+        y.add_(1)
+        return self.activation(z) + y
+
+
+class ReadBesideAClone(Miss):
+    codes = ("other_reader",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        z = y.clone()
+        z.relu_()
+        return z + y
 
 
 class AlsoReturned(Miss):
@@ -495,7 +619,7 @@ class WrittenAndNamed(Miss):
     codes = ("written_in_place",)
 
     def after(self, y: Tensor, x: Tensor) -> Any:
-        y = torch.sigmoid_(y)
+        y = torch.exp_(y)
         return self.activation(y)
 
 
@@ -511,7 +635,7 @@ class WrittenByAnotherActivation(Miss):
     codes = ("written_in_place",)
 
     def after(self, y: Tensor, x: Tensor) -> Any:
-        F.leaky_relu(y, 0.1, True)
+        F.elu(y, 0.1, True)
         return self.activation(y)
 
 
@@ -519,7 +643,7 @@ class NotAnActivation(Miss):
     codes = ("no_activation",)
 
     def after(self, y: Tensor, x: Tensor) -> Any:
-        return self.activation(y.tanh())
+        return self.activation(y.sin())
 
 
 class Dropped(Miss):
@@ -592,3 +716,117 @@ def near_misses(draw: st.DrawFn) -> NearMiss:
         model = miss(draw(_group_norms(shape, num_groups)), draw(_activations()), shape)
     # Dropout must not draw: the results of two runs are compared.
     return NearMiss(model.double().eval(), shape, seed, 0, miss.codes)
+
+
+# ---- dialects -------------------------------------------------------------------------------
+
+
+class Captured(nn.Module):
+    """The graph of a model, called as the model is; its parameters are the model's.
+
+    Attributes:
+        graph_module: The graph.
+        arguments: What the graph takes in place of the model's one input.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph_module: fx.GraphModule,
+        arguments: Callable[[Tensor], Sequence[Tensor]],
+    ) -> None:
+        super().__init__()
+        self.model, self.graph_module, self.arguments = model, graph_module, arguments
+
+    def forward(self, x: Tensor) -> Any:
+        result = self.graph_module(*self.arguments(x))
+        # All but symbolic tracing and make_fx give a flat list of results.
+        one = isinstance(result, (tuple, list)) and len(result) == 1
+        return result[0] if one else result
+
+
+def _symbolic_trace(model: nn.Module, x: Tensor) -> Captured:
+    return Captured(model, fx.symbolic_trace(model), lambda x: [x])
+
+
+def _dynamo(model: nn.Module, x: Tensor) -> Captured:
+    captured: list[Captured] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        given = list(inputs)
+        captured.append(
+            Captured(model, graph_module, lambda new: [new if it is x else it for it in given])
+        )
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
+    return captured[0]
+
+
+def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Captured:
+    def arguments(x: Tensor) -> list[Tensor]:
+        tensors = {**program.constants, **dict(model.named_buffers())}
+        tensors.update(model.named_parameters(remove_duplicate=False))
+        specs = program.graph_signature.input_specs
+        return [x if spec.target is None else tensors[spec.target] for spec in specs]
+
+    return Captured(model, program.graph_module, arguments)
+
+
+def _export(model: nn.Module, x: Tensor) -> Captured:
+    return _exported(model, torch.export.export(model, (x,)))
+
+
+def _decomposed(model: nn.Module, x: Tensor) -> Captured:
+    return _exported(model, torch.export.export(model, (x,)).run_decompositions())
+
+
+def _make_fx(model: nn.Module, x: Tensor) -> Captured:
+    return Captured(model, make_fx(model)(x), lambda x: [x])
+
+
+def _aot(model: nn.Module, x: Tensor) -> Captured:
+    """The graph that AOTAutograd makes for inference."""
+    graph_modules: list[fx.GraphModule] = []
+
+    def compiler(graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graph_modules.append(graph_module)
+        return make_boxed_func(graph_module.forward)
+
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        aot_function(
+            lambda tensors, x: torch.func.functional_call(model, tensors, (x,)),
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+        )(tensors, x)
+    return Captured(model, graph_modules[0], lambda x: [*tensors.values(), x])
+
+
+DIALECTS: dict[str, Callable[[nn.Module, Tensor], Captured]] = {
+    "symbolic_trace": _symbolic_trace,
+    "dynamo": _dynamo,
+    "export": _export,
+    "decomposed export": _decomposed,
+    "make_fx": _make_fx,
+    "aot": _aot,
+}
+
+
+# In these a dropout is a call, whether it drops or not.
+UNDECOMPOSED = ("symbolic_trace", "dynamo", "export")
+
+
+class Spellings(nn.Module):
+    """A chain for each spelling, side by side."""
+
+    def __init__(self, spellings: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self.chains = nn.ModuleList(
+            Chain(nn.Linear(5, 5), group_norm(norm, 2, 6, 0.1), activation(act))
+            for norm, act in spellings
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(chain(x) for chain in self.chains)

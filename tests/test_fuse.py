@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 import pickle
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import graphs
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from functorch.compile import aot_function, make_boxed_func
+from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, weight_norm
 
 from fxfuse import library, nodes, ops, patterns, rewrite
@@ -131,6 +137,460 @@ def test_every_spelling(norm: str, act: str) -> None:
     assert_same(fused, model, torch.randn(3, 6, 5, dtype=torch.float64))
 
 
+# ---- dialects -------------------------------------------------------------------------------
+
+SPELLINGS = [
+    *(("nn.GroupNorm", act) for act in (*graphs.ACTIVATIONS, *graphs.ACTIVATION_MODULES)),
+    *((norm, "nn.Hardtanh(-2, 2)") for norm in graphs.GROUP_NORMS),
+    *((norm, "nn.Hardtanh(-2, 2)") for norm in graphs.GROUP_NORM_MODULES),
+]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """All spellings in one dialect; one capture serves all tests of it."""
+
+    captured: graphs.Captured
+    before: int
+    report: FusionReport
+    x: Tensor
+    ours: tuple[Tensor, ...]
+    theirs: tuple[Tensor, ...]
+
+
+@functools.cache
+def all_spellings(dialect: str) -> Fused:
+    torch.manual_seed(0)
+    model = graphs.Spellings(SPELLINGS).double()
+    x = torch.randn(3, 6, 5, dtype=torch.float64)
+    captured = graphs.DIALECTS[dialect](model, x)
+    before = len(norms(captured.graph_module))
+    report = fuse(captured.graph_module)
+    x = torch.randn_like(x).requires_grad_()
+    return Fused(captured, before, report, x, captured(x), model(x))
+
+
+def in_parts(dialect: str, act: str) -> bool:
+    """Whether a dialect writes an activation as parts that have another gradient."""
+    return dialect == "decomposed export" and "hardswish" in act.lower()
+
+
+@pytest.mark.parametrize("dialect", graphs.DIALECTS)
+def test_every_dialect_has_the_same_matches(dialect: str) -> None:
+    fused = all_spellings(dialect)
+    planted = sum(not in_parts(dialect, act) for _, act in SPELLINGS)
+    assert len(fused.report.sites) == fused.before == len(SPELLINGS)
+    assert fused.report.matched == fused.report.fused == planted
+    assert len(norms(fused.captured.graph_module)) == len(SPELLINGS) - planted
+    assert fused.captured.graph_module.code.count(FUSED) == planted
+    fused.captured.graph_module.graph.lint()
+
+
+def test_every_dialect_has_the_same_gradient_rules() -> None:
+    def activations(dialect: str) -> list[Any]:
+        graph_module = all_spellings(dialect).captured.graph_module
+        calls = (n for n in graph_module.graph.nodes if n.target is ops.group_norm_activation)
+        found = [(call.kwargs["activation"], call.kwargs.get("params")) for call in calls]
+        # The same function with the same gradient, which decompositions do not tell apart.
+        return [("hardtanh", (0, 6)) if name == "relu6" else (name, p) for name, p in found]
+
+    expected = activations("symbolic_trace")
+    for dialect in graphs.DIALECTS:
+        decomposed = dialect == "decomposed export"
+        known = [it for it in expected if not (decomposed and it[0] == "hardswish")]
+        assert activations(dialect) == known
+
+
+@pytest.mark.parametrize("dialect", graphs.DIALECTS)
+@pytest.mark.parametrize("index", range(len(SPELLINGS)), ids=["-".join(s) for s in SPELLINGS])
+def test_every_spelling_in_every_dialect(dialect: str, index: int) -> None:
+    fused = all_spellings(dialect)
+    site = fused.report.sites[index]
+    refused = in_parts(dialect, SPELLINGS[index][1])
+    assert (site.code, site.producer) == ("other_gradient" if refused else "fused", "Linear")
+    ours, theirs = fused.ours[index], fused.theirs[index]
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    if not ours.requires_grad:
+        assert dialect == "aot"  # its graph for inference carries no gradients
+        return
+    inputs = [fused.x, *fused.captured.model.chains[index].parameters()]
+    inputs = [value for value in inputs if value.requires_grad]
+    weight = torch.randn_like(theirs)
+    for one, other in zip(
+        torch.autograd.grad(ours, inputs, weight, retain_graph=True, allow_unused=True),
+        torch.autograd.grad(theirs, inputs, weight, retain_graph=True, allow_unused=True),
+        strict=True,
+    ):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=30)
+@given(graphs.models(), st.sampled_from([*graphs.DIALECTS]))
+def test_models_in_every_dialect(example: graphs.Model, dialect: str) -> None:
+    captured = graphs.DIALECTS[dialect](example.model, *example.inputs())
+    graph_module = captured.graph_module
+    before = len(norms(graph_module))
+
+    report = fuse(graph_module)
+
+    planted = example.planted
+    if dialect == "decomposed export":
+        planted -= example.hardswishes
+    assert report.matched == report.fused == planted
+    assert len(norms(graph_module)) == before - planted
+    assert graph_module.code.count(FUSED) == planted
+    code = graph_module.code
+    assert (fuse(graph_module).matched, graph_module.code) == (0, code)
+    if dialect == "aot":
+        with torch.no_grad():
+            found, expected = captured(*example.inputs()), example.model(*example.inputs())
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    else:
+        assert_same(captured, example.model, *example.inputs())
+
+
+@settings(max_examples=30)
+@given(graphs.near_misses(), st.sampled_from([*graphs.DIALECTS]))
+def test_near_misses_in_every_dialect(example: graphs.NearMiss, dialect: str) -> None:
+    # An exported graph has no dropout in it where the model does not drop.
+    assume(not (isinstance(example.model, graphs.Dropped) and dialect not in graphs.UNDECOMPOSED))
+    captured = graphs.DIALECTS[dialect](example.model, *example.inputs())
+    code = captured.graph_module.code
+
+    report = fuse(captured.graph_module)
+
+    assert report.matched == 0
+    assert captured.graph_module.code == code
+    assert all(site.reason for site in report.sites)
+
+
+def capture(
+    dialect: str, function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32
+) -> graphs.Captured:
+    """The graph of a function of a module and an input of a shape, in a dialect."""
+    torch.manual_seed(0)
+    model = Function(function).to(dtype)
+    return graphs.DIALECTS[dialect](model, torch.randn(shape, dtype=dtype))
+
+
+PRODUCERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(4, 4), (3, 4)),
+    "Linear of more dimensions": (lambda: nn.Linear(5, 5), (3, 4, 5)),
+    "Linear without bias": (lambda: nn.Linear(5, 5, bias=False), (3, 4, 5)),
+    "Conv1d": (lambda: nn.Conv1d(4, 4, 1), (3, 4, 5)),
+    "Conv2d": (lambda: nn.Conv2d(4, 4, 3, padding=1, bias=False), (3, 4, 5, 2)),
+    "Conv2d with padding as a word": (lambda: nn.Conv2d(4, 4, 3, padding="same"), (3, 4, 5, 2)),
+    "Conv3d": (lambda: nn.Conv3d(4, 4, 1), (3, 4, 5, 2, 3)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 4, 1), (3, 4, 5, 2)),
+    "input": (lambda: nn.Identity(), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("dialect", graphs.DIALECTS)
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_producers_have_the_same_name(name: str, dialect: str) -> None:
+    make, shape = PRODUCERS[name]
+    model = graphs.Chain(make(), nn.GroupNorm(2, 4), nn.ReLU())
+    report = fuse(graphs.DIALECTS[dialect](model, torch.randn(shape)).graph_module)
+    (site,) = report.sites
+    assert site.shape == (None if dialect == "symbolic_trace" else shape)
+    expected = "Identity" if (name, dialect) == ("input", "symbolic_trace") else name.split()[0]
+    assert (site.code, site.producer) == ("fused", expected)
+
+
+def test_a_product_that_is_no_linear() -> None:
+    # Not transposed; transposed in other dimensions; not the rows of the input.
+    for function, shape in (
+        (lambda m, x: x @ m.square, (3, 4)),
+        (lambda m, x: torch.addmm(m.bias, x, m.square, beta=2), (3, 4)),
+        (lambda m, x: torch.mm(x.view(12, 4), m.square.t()).view(6, 4, 2), (3, 4, 4)),
+    ):
+        captured = capture("make_fx", lambda m, x, f=function: F.relu(m.norm(f(m, x))), *shape)
+        (site,) = fuse(captured.graph_module).sites
+        assert (site.code, site.producer) in [
+            ("fused", "mm"),
+            ("fused", "addmm"),
+            ("fused", "view"),
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("act", graphs.ACTIVATION_MODULES)
+def test_decompositions_of_16_bit_models(act: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = graphs.Chain(
+        nn.Linear(5, 5), graphs.group_norm("nn.GroupNorm", 2, 4), graphs.activation(act)
+    ).to(dtype)
+    x = torch.randn(3, 4, 5, dtype=dtype)
+    captured = graphs.DIALECTS["decomposed export"](model, x)
+    (site,) = fuse(captured.graph_module).sites
+    if "Hardswish" in act:
+        assert site.code == "other_gradient"
+        return
+    assert site.code == "fused"
+    assert "_to_copy" not in captured.graph_module.code
+    result = captured(x)
+    assert result.dtype is dtype
+    exact = model.double()(x.double())
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, y: F.silu(y.float()),
+        lambda m, y: F.silu(y.float()).half(),
+        lambda m, y: F.silu(y.double()).bfloat16(),
+        lambda m, y: (F.silu(y.float()) * 2).bfloat16(),
+        lambda m, y: F.silu(y.float()).to(torch.bfloat16) + y.float(),
+    ],
+)
+def test_activations_in_float32_that_stay(function: Callable[..., Any]) -> None:
+    captured = capture(
+        "decomposed export",
+        lambda m, x: function(m, m.norm(x)),
+        3,
+        4,
+        dtype=torch.bfloat16,
+    )
+    code = captured.graph_module.code
+    assert fuse(captured.graph_module).matched == 0
+    assert captured.graph_module.code == code
+
+
+def test_any_batch_and_image_size() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.SiLU()).double()
+    x = torch.randn(3, 4, 6, 7, dtype=torch.float64)
+    free = torch.export.Dim.DYNAMIC
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: free, 2: free, 3: free},))
+    for exported in (program, program.run_decompositions()):
+        assert fuse(exported.graph_module).matched == 1
+        for shape in ((2, 4, 6, 7), (5, 4, 3, 9)):
+            x = torch.randn(shape, dtype=torch.float64)
+            torch.testing.assert_close(exported.module()(x), model(x))
+    symbolic = make_fx(model, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    assert fuse(symbolic).matched == 1
+    assert_same(symbolic, model, torch.randn(2, 4, 5, 3, dtype=torch.float64))
+
+
+def test_an_exported_program_runs_fused() -> None:
+    model = graphs.Chain(nn.Linear(5, 5), nn.GroupNorm(2, 4), nn.Hardtanh()).double()
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    program = torch.export.export(model, (x,))
+    values = [node.meta["val"] for node in program.graph.nodes if "hardtanh" in node.name]
+    assert fuse(program.graph_module).matched == 1
+    (call,) = (n for n in program.graph.nodes if n.target is ops.group_norm_activation)
+    assert call.meta["val"] is values[0]
+    assert call.meta["nn_module_stack"]
+    assert "norm(" in call.stack_trace
+    assert_same(program.module(), model, x)
+
+
+@pytest.mark.parametrize("dialect", ["dynamo", "export", "decomposed export", "make_fx"])
+def test_groups_of_one_value(dialect: str) -> None:
+    # F.group_norm's own check is Python; the operators below it have none.
+    captured = capture(dialect, lambda m, x: F.relu(m.norm(x)), 3, 4, 2)
+    assert fuse(captured.graph_module).matched == 1
+    verifies = "verify_batch_size = False" not in captured.graph_module.code
+    assert verifies is (dialect == "dynamo")
+
+
+def test_results_that_autograd_saves_are_kept() -> None:
+    graph_modules = []
+
+    def compiler(graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graph_modules.append(graph_module)
+        return make_boxed_func(graph_module.forward)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return F.relu(torch.group_norm(x, 2, weight))
+
+    inputs = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    aot_function(function, fw_compiler=compiler)(*inputs)
+    (site,) = fuse(graph_modules[0]).sites
+    assert site.code in ("graph_output", "other_reader")
+
+
+def native_group_norm(
+    after: Callable[[fx.Graph, fx.Node], Any],
+    sizes: tuple[Any, ...] = (3, 4, 5),
+    shape: tuple[int, ...] | None = (3, 4, 5),
+) -> fx.GraphModule:
+    """A graph made by hand around the operator, whose input may have a recorded shape."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    if shape is not None:
+        with FakeTensorMode():
+            x.meta["val"] = torch.empty(shape)
+    target = torch.ops.aten.native_group_norm.default
+    graph.output(after(graph, graph.call_function(target, (x, None, None, *sizes, 2, 1e-5))))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def pick(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (node, index))
+
+
+def relu(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops.aten.relu.default, (pick(graph, node, 0),))
+
+
+def test_sizes_that_are_not_those_of_the_input() -> None:
+    for sizes, shape in (
+        ((3, 4, 5), None),
+        ((3, 4, 5), (3, 20)),
+        ((6, 2, 5), (3, 4, 5)),
+        ((1, 4, 15), (3, 4, 5)),
+        ((3, None, 5), (3, 4, 5)),
+    ):
+        (site,) = fuse(native_group_norm(relu, sizes, shape)).sites
+        assert site.code == "other_sizes"
+    fused = native_group_norm(relu)
+    assert fuse(fused).matched == 1
+    x = torch.randn(3, 4, 5)
+    torch.testing.assert_close(fused(x), F.relu(torch.group_norm(x, 2)))
+
+
+def test_statistics_that_are_read() -> None:
+    def mean(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, ...]:
+        statistic = pick(graph, norm, 1)
+        return relu(graph, norm), statistic
+
+    def rstd_later(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, ...]:
+        y = pick(graph, norm, 0)
+        graph.call_function(torch.ops.aten.relu_.default, (y,))
+        return y, graph.call_function(torch.ops.aten.detach.default, (pick(graph, norm, 2),))
+
+    def all_of_them(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, ...]:
+        return relu(graph, norm), norm
+
+    def twice(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, ...]:
+        return relu(graph, norm), relu(graph, norm)
+
+    for after in (mean, rstd_later, all_of_them, twice):
+        graph_module = native_group_norm(after)
+        code = graph_module.code
+        (site,) = fuse(graph_module).sites
+        assert site.code in ("other_reader", "graph_output")
+        assert graph_module.code == code
+
+
+def test_what_no_one_reads_goes_with_the_chain() -> None:
+    def after(graph: fx.Graph, norm: fx.Node) -> fx.Node:
+        mean = pick(graph, norm, 1)
+        graph.call_function(torch.ops.aten.detach.default, (mean,))
+        pick(graph, norm, 2)
+        y = pick(graph, norm, 0)
+        pick(graph, norm, 0)
+        graph.call_function(torch.ops.aten.clone.default, (y,))
+        return graph.call_function(torch.ops.aten.hardtanh_.default, (y, 0, 1))
+
+    graph_module = native_group_norm(after)
+    x = torch.randn(3, 4, 5)
+    expected = graph_module(x)
+    assert fuse(graph_module).matched == 1
+    assert [node.op for node in graph_module.graph.nodes if node.op != "get_attr"] == [
+        "placeholder",
+        "call_function",
+        "output",
+    ]
+    torch.testing.assert_close(graph_module(x), expected)
+
+
+def test_only_a_statistic_is_read() -> None:
+    (site,) = fuse(native_group_norm(lambda graph, norm: pick(graph, norm, 1))).sites
+    assert site.code == "no_reader"
+
+
+def test_write_through_a_clone() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x).clone()
+        z = y.relu_()
+        return y + z
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    assert "clone" not in fused.code
+    x = torch.randn(2, 4, 3)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_autocast_knows_the_norm_of_the_dialect(device: torch.device) -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.bfloat16)
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()).bfloat16()
+    for dialect in ("export", "make_fx"):
+        graph_module = graphs.DIALECTS[dialect](model, x).graph_module.to(device)
+        plain = copy.deepcopy(graph_module)
+        assert fuse(graph_module).matched == 1
+        inputs = [*model.to(device).parameters(), x.to(device)]
+        inputs = inputs if dialect == "export" else inputs[-1:]
+        with torch.autocast(device.type):
+            ours, theirs = graph_module(*inputs), plain(*inputs)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_graphs_inside_the_graph() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.utils.checkpoint.checkpoint(
+            lambda x: F.relu(F.group_norm(x, 2)), x, use_reentrant=False
+        )
+        return y + F.silu(F.group_norm(x, 1))
+
+    captured = graphs.DIALECTS["dynamo"](function, x := torch.randn(3, 4))
+    report = fuse(captured.graph_module)
+    assert (report.matched, len(report.sites)) == (2, 2)
+    torch.testing.assert_close(captured(x), function(x))
+    assert fuse(captured.graph_module).matched == 0
+
+
+# ---- time -----------------------------------------------------------------------------------
+
+
+def large(kind: str, number: int) -> fx.GraphModule:
+    """A graph of about as many nodes."""
+    graph = fx.Graph()
+    x = first = graph.placeholder("x")
+    far = []
+    for _ in range(number // 3):
+        y = graph.call_function(F.group_norm, (x, 2))
+        if kind == "refused":
+            x = graph.call_function(operator.add, (graph.call_function(F.relu, (y,)), y))
+        elif kind == "in place":
+            x = graph.call_function(F.relu, (y,), {"inplace": True})
+            x = graph.call_function(operator.add, (x, first))
+        elif kind == "viewed":
+            x = graph.call_method("view", (graph.call_function(F.relu, (y,)), -1))
+        else:
+            assert kind in ("far", "read far off")
+            far.append(y)
+            if kind == "read far off":
+                x = graph.call_function(operator.add, (graph.call_function(F.relu, (y,)), x))
+    for y in far:
+        z = y if kind == "read far off" else graph.call_function(F.relu, (y,))
+        x = graph.call_function(operator.add, (x, z))
+    graph.output(x)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("kind", ["refused", "in place", "viewed", "far", "read far off"])
+def test_time_grows_linearly(kind: str) -> None:
+    def seconds(number: int) -> float:
+        graph_module = large(kind, number)
+        start = time.process_time()
+        fuse(graph_module)
+        return time.process_time() - start
+
+    # A fifth of a second on two cores of an AMD EPYC; four times the time for four times the nodes.
+    small = min(seconds(2_500) for _ in range(3))
+    big = min(seconds(10_000) for _ in range(2))
+    assert big < 3
+    assert big < 12 * small
+
+
 @pytest.mark.parametrize("act", [*graphs.ACTIVATIONS, *graphs.ACTIVATION_MODULES])
 def test_gradient_on_a_bound_and_at_nan(act: str) -> None:
     # With a weight of 0 the norm's result is the bias: each bound that a spelling uses, and NaN.
@@ -195,6 +655,8 @@ def assert_refused(function: Callable[[Any, Tensor], Any], *codes: str) -> None:
         ("tensor_bound", lambda m, y, x: F.hardtanh(y, 0, x.size(0))),
         ("tensor_bound", lambda m, y, x: torch.clamp(y, max=x.max())),
         ("tensor_bound", lambda m, y, x: y.clamp(True, 2)),
+        ("tensor_bound", lambda m, y, x: torch.ops.aten.clamp(y, x.min())),
+        ("tensor_bound", lambda m, y, x: torch.ops.aten.clamp_min.Tensor(y, m.bias)),
         ("tensor_bound", lambda m, y, x: y.clamp(max=2**64)),
         ("nan_bound", lambda m, y, x: F.hardtanh(y, math.nan, 1)),
         ("nan_bound", lambda m, y, x: F.hardtanh_(y, max_val=math.nan)),
@@ -207,7 +669,12 @@ def assert_refused(function: Callable[[Any, Tensor], Any], *codes: str) -> None:
         ("out_argument", lambda m, y, x: torch.clamp_min(y, 0, out=x)),
         ("not_the_input", lambda m, y, x: torch.clamp(x, y, y)),
         ("not_the_input", lambda m, y, x: F.hardtanh(x, 0, y)),
-        ("no_activation", lambda m, y, x: F.gelu(y)),
+        ("no_activation", lambda m, y, x: F.elu(y)),
+        ("computed_argument", lambda m, y, x: F.leaky_relu(y, x.mean())),
+        ("computed_argument", lambda m, y, x: F.gelu(y, approximate=x)),
+        ("out_argument", lambda m, y, x: torch.sigmoid(y, out=x)),
+        ("out_argument", lambda m, y, x: y * torch.sigmoid(y, out=x)),
+        ("other_gradient", lambda m, y, x: y * torch.clamp(y + 3, 0, 6) / 6),
         ("no_activation", lambda m, y, x: y.relu(3)),
         ("no_activation", lambda m, y, x: y + 1),
         ("written_in_place", lambda m, y, x: torch.nn.init.zeros_(y)),
@@ -516,19 +983,47 @@ def test_write_to_the_input_in_between() -> None:
         torch.testing.assert_close(fused(x), model(x))
 
 
+def test_measured_before_and_after() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x)
+        batch = y.size(0)
+        z = F.hardtanh(y, -0.1, 0.1)
+        z.unsqueeze_(0)
+        return z.to(y.dtype) + y.shape[0], y.dim(), z.dim(), batch
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    x = torch.randn(2, 4, 3)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_measured_after_an_activation_in_place() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = m.norm(x).clone()
+        y.relu_().unsqueeze_(0)
+        return y, y.dim()
+
+    model = Function(function)
+    fused = trace(model)
+    assert fuse(fused).matched == 1
+    x = torch.randn(2, 4, 3)
+    torch.testing.assert_close(fused(x), model(x))
+
+
 @pytest.mark.parametrize(
     "write",
     [
         lambda g, y: g.call_function(operator.iadd, (y, 1)),
         lambda g, y: g.call_function(operator.setitem, (y, 0, 1)),
         lambda g, y: g.call_function(torch.add, (y, 1), {"out": y}),
-        lambda g, y: g.call_function(F.leaky_relu, (y, 0.1, True)),
+        lambda g, y: g.call_function(F.elu, (y, 0.1, True)),
         lambda g, y: g.call_function(torch.ops.aten.add_.Tensor, (y, y)),
         lambda g, y: g.call_function(torch.ops.aten.add.out, (y, y), {"out": y}),
         lambda g, y: g.call_method("__iadd__", (y, 1)),
         lambda g, y: g.call_method("zero_", (y,)),
         lambda g, y: g.call_method("mul_", (g.call_method("view", (y, -1)), 2)),
-        lambda g, y: g.call_module("leaky", (y,)),
+        lambda g, y: g.call_module("elu", (y,)),
     ],
 )
 def test_every_way_to_write(write: Callable[[fx.Graph, fx.Node], fx.Node]) -> None:
@@ -536,7 +1031,7 @@ def test_every_way_to_write(write: Callable[[fx.Graph, fx.Node], fx.Node]) -> No
     y = graph.call_module("norm", (graph.placeholder("x"),))
     write(graph, y)
     graph.output(graph.call_function(F.relu, (y,)))
-    root = nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "leaky": nn.LeakyReLU(inplace=True)})
+    root = nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "elu": nn.ELU(inplace=True)})
     report = fuse(fx.GraphModule(root, graph))
     assert [site.code for site in report.sites] == ["written_in_place"]
 
@@ -829,7 +1324,7 @@ def test_a_graph_without_a_module_of_its_own() -> None:
 def test_report_says_what_and_where() -> None:
     tracer = fx.Tracer()
     tracer.record_stack_traces = True
-    model = nn.Sequential(chain(), nn.Conv1d(4, 4, 1), nn.GroupNorm(1, 4, eps=0.1), nn.Tanh())
+    model = nn.Sequential(chain(), nn.Conv1d(4, 4, 1), nn.GroupNorm(1, 4, eps=0.1), nn.Softplus())
     root = Function(lambda m, x: model(x))
     root.model = model
     fused = fx.GraphModule(root, tracer.trace(root))
@@ -843,7 +1338,7 @@ def test_report_says_what_and_where() -> None:
     assert first.source.startswith(f'File "{__file__}", line ')
     assert (second.norm, second.producer) == ("GroupNorm(1, 4)", "Conv1d")
     assert (second.fused, second.code, second.activation) == (False, "no_activation", "")
-    assert "tanh" in second.reason.lower() or "model_3" in second.reason
+    assert "model_3" in second.reason
     text = str(report)
     for part in ("model.0.1", "Hardtanh(-2, 2)", "Conv1d", "no_activation", "1 fused"):
         assert part in text
@@ -876,7 +1371,9 @@ def toy(producer: str | None = None) -> Fusion:
 
         return reader
 
-    def arguments(graph: fx.Graph, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        graph: fx.Graph, match: Match, survey: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (match.producer, *match.parts[0].data), {}
 
     return Fusion(
