@@ -4,10 +4,11 @@ from fxfuse.library import library_path
 from fxfuse.ops import group_norm_activation
 from fxfuse.patterns import fuse
 from fxfuse.rewrite import FusionReport, Site
-from fxfuse.surgery import explain, optimize, report, restore
+from fxfuse.surgery import NotFusedError, explain, optimize, report, restore
 
 __all__ = [
     "FusionReport",
+    "NotFusedError",
     "Site",
     "explain",
     "fuse",

@@ -7,13 +7,14 @@ own graph tells whether a chain may go on from its result, or may have begun bef
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxfuse import nodes, tracing
+from fxfuse import nodes, rewrite, tracing
 from fxfuse.rewrite import Fusion, Reader, Reason, Refusal
 from fxfuse.tracing import Untraceable
 
@@ -43,7 +44,39 @@ class Boundaries:
                     found |= before | after
         return found
 
-    def opens(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module] | None:
+    def trace(self, module: nn.Module, pattern: str) -> tracing.Trace:
+        """A module's graph, through the children whose boundary a chain crosses.
+
+        Args:
+            module: The module, in the training mode that the graph is for.
+            pattern: Of the call (see `guards.Arguments`).
+
+        Raises:
+            Untraceable: If it has no graph.
+        """
+        trace = tracing.trace(module, (), pattern)
+        if inlined := self.crossed(module, trace.graph):
+            with contextlib.suppress(Untraceable):  # then the chain stays as it is
+                through = tracing.trace(module, inlined, pattern)
+                if self._matches(module, through) > self._matches(module, trace):
+                    return through
+        return trace
+
+    def opens(self, module: nn.Module, graph: fx.Graph | None = None) -> bool:
+        """Whether a chain may go on from a module's result.
+
+        Args:
+            module: The module.
+            graph: Its graph, where that is at hand.
+        """
+        graph = _graph(module) if graph is None else graph
+        return graph is not None and self._end(module, graph) is not None
+
+    def _matches(self, module: nn.Module, trace: tracing.Trace) -> int:
+        sites = rewrite.apply(trace.graph, module, self.table, analyse_only=True)
+        return sum(site.match is not None for site in sites)
+
+    def _end(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module] | None:
         """The modules to go through to a chain that may go on from a module's result, or None."""
         output = next(iter(reversed(graph.nodes)))
         return self._leaves(output.args[0], module)
@@ -60,7 +93,7 @@ class Boundaries:
         if (opaque := self._opaque(node, module)) is None:
             return None
         child, graph = opaque
-        inner = self.opens(child, graph)
+        inner = self._end(child, graph)
         if inner is None and node.args and self._passes(child, graph):
             inner = self._leaves(node.args[0], module)
         return None if inner is None else {child, *inner}
@@ -118,6 +151,14 @@ def not_entered(module: nn.Module) -> Refusal | None:
     if isinstance(module, fx.GraphModule):
         return Reason.GRAPH_MODULE.because()
     return None
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module only calls another, and what it does beside that is not the model's."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a while to import
+    sharded = () if fsdp is None else fsdp.FullyShardedDataParallel
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    return isinstance(module, (*wrappers, sharded))
 
 
 def _reads(step: Reader, node: fx.Node, module: nn.Module) -> bool:

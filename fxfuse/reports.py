@@ -65,6 +65,12 @@ REMEDIES: dict[Reason, str] = {
     "can be traced.",
     Reason.SCRIPT_MODULE: "Call fxfuse.optimize on the module before torch.jit.",
     Reason.COMPILED_MODULE: "Call fxfuse.optimize on the module before torch.compile.",
+    Reason.PARALLEL_WRAPPER: "Move norm and activation into the module that it wraps.",
+    Reason.NOT_COPYABLE: "Call fxfuse.optimize with inplace=True.",
+    Reason.EXCLUDED: "Change exclude= or only=.",
+    Reason.INACCURATE: "Nothing: please report it to fxfuse, with the inputs.",
+    Reason.SLOWER: "Nothing on this machine for such inputs.",
+    Reason.FAILS: "Give example inputs that the model takes, or report it to fxfuse.",
     Reason.GRAPH_MODULE: "Call fxfuse.fuse on the GraphModule.",
 }
 _BY_CODE = {reason.code: remedy for reason, remedy in REMEDIES.items()}

@@ -78,6 +78,14 @@ class Reason(Enum):
     SCRIPT_MODULE = "It lies in a ScriptModule."
     COMPILED_MODULE = "It lies in a compiled module; optimize the module before compiling it."
     GRAPH_MODULE = "It lies in a GraphModule; call fxfuse.fuse on that."
+    PARALLEL_WRAPPER = "{wrapper} calls it, whose own forward is left as it is."
+    NOT_COPYABLE = "It lies in {module}, which refuses to be copied; use inplace=True."
+
+    # Asked for.
+    EXCLUDED = "It was left out by exclude= or only=."
+    INACCURATE = "One operator would be less accurate on the example inputs: {numbers}."
+    SLOWER = "One operator would be slower on the example inputs: {numbers}."
+    FAILS = "One operator fails on the example inputs: {error}."
 
     @property
     def code(self) -> str:
@@ -176,6 +184,27 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What was measured of a site on example inputs.
+
+    Attributes:
+        error: The greatest distance from the same chain in float64.
+        eager_error: The same of the nodes that the operator would replace.
+        seconds: The median time of a call; of forward and backward where the model is training.
+        eager_seconds: The same of the nodes that the operator would replace.
+    """
+
+    error: float
+    eager_error: float
+    seconds: float
+    eager_seconds: float
+
+    def __str__(self) -> str:
+        times = f"{self.seconds * 1e6:.4g} µs, eager {self.eager_seconds * 1e6:.4g} µs"
+        return f"error {self.error:.3g}, eager {self.eager_error:.3g}; {times}"
+
+
+@dataclass(frozen=True)
 class Site:
     """What became of one norm in a graph.
 
@@ -190,6 +219,7 @@ class Site:
         source: The line of the model's source, as `File "model.py", line 12`, where it is known.
         shape: Of the norm's input, where it is known.
         match: The nodes, where the chain matched.
+        check: What was measured of it, where that was asked for.
     """
 
     norm: str
@@ -202,6 +232,12 @@ class Site:
     source: str | None = None
     shape: tuple[int, ...] | None = None
     match: Match | None = field(default=None, repr=False, compare=False)
+    check: Check | None = field(default=None, compare=False)
+
+    def refused(self, refusal: Refusal) -> Site:
+        """This site left as it is, for a reason that is not in its nodes."""
+        code = refusal.reason.code
+        return replace(self, fused=False, code=code, reason=refusal.sentence, match=None)
 
     def with_reason(self, reason: Reason) -> Site:
         """This site after another outcome, whose sentence needs no details."""
@@ -258,12 +294,17 @@ class FusionReport:
         return site.code == Reason.FUSIBLE.code
 
 
+Judge = Callable[[Site], Refusal | None]
+"""Says why a chain that could be replaced shall not be."""
+
+
 def apply(
     graph: fx.Graph,
     root: nn.Module,
     fusions: Sequence[Fusion],
     *,
     analyse_only: bool = False,
+    judge: Judge | None = None,
 ) -> list[Site]:
     """Replaces every chain of a graph that matches one of the fusions, in place.
 
@@ -274,6 +315,7 @@ def apply(
         root: The module whose submodules and attributes the graph addresses.
         fusions: The table.  Of the rows that a node begins, the first that matches is taken.
         analyse_only: Find and report only; the graph stays as it is.
+        judge: Says of each chain that could be replaced why it shall not be, or None.
 
     Returns:
         One site for each node that begins a chain, in the order of the graph.
@@ -282,6 +324,8 @@ def apply(
     sites = [
         site for node in context.order if (site := _inspect(node, fusions, context)) is not None
     ]
+    if judge is not None:
+        sites = [site.refused(no) if site.match and (no := judge(site)) else site for site in sites]
     if analyse_only:
         return sites
     matches = [site.match for site in sites if site.match is not None]

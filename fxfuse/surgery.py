@@ -4,7 +4,8 @@
 children as leaves (`tracing`), the graph is rewritten (`patterns`), and the module becomes an
 instance of a subclass of its own class whose forward runs the graph as long as everything that the
 graph takes for granted still holds, and the original forward otherwise.  All that is kept for this
-lies in the instance, under one key; without it the subclass behaves as the class.
+lies in the instance, under one key, its plan (`plans`); without it the subclass behaves as the
+class.
 """
 
 from __future__ import annotations
@@ -13,32 +14,57 @@ import contextlib
 import copy
 import copyreg
 import dataclasses
+import fnmatch
 import functools
 import inspect
 import itertools
-import linecache
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxfuse import boundaries, guards, library, ops, patterns, rewrite, tracing
+from fxfuse import boundaries, library, ops, patterns, tracing, verify
+from fxfuse.plans import Key, Plan, numbered
 from fxfuse.rewrite import FusionReport, Reason, Refusal, Site
 from fxfuse.tracing import Untraceable
 
 _M = TypeVar("_M", bound=nn.Module)
 
 _PLAN = "_fxfuse_plan"
-_reports: weakref.WeakKeyDictionary[nn.Module, FusionReport] = weakref.WeakKeyDictionary()
 
 
-def optimize(model: _M, *, inplace: bool = False, channels_last: ops.ChannelsLast = "keep") -> _M:
+class NotFusedError(RuntimeError):
+    """A GroupNorm that `optimize` with `strict=True` could not fuse.
+
+    Attributes:
+        report: What became of each GroupNorm; the message is its table.
+    """
+
+    def __init__(self, report: FusionReport) -> None:
+        super().__init__(f"fxfuse.optimize: expected every GroupNorm to be fused, got\n{report}")
+        self.report = report
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.report,)
+
+
+def optimize(
+    model: _M,
+    *,
+    inplace: bool = False,
+    channels_last: ops.ChannelsLast = "keep",
+    exclude: Sequence[str] = (),
+    only: Sequence[str] | None = None,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    verify: bool = False,
+    strict: bool = False,
+) -> _M:
     """Fuses every GroupNorm and the activation after it in a model; nothing else changes.
 
     Args:
@@ -46,6 +72,17 @@ def optimize(model: _M, *, inplace: bool = False, channels_last: ops.ChannelsLas
         inplace: Rewrite the given model instead of a copy.
         channels_last: `"keep"` lets a channels_last input give a channels_last result on CUDA,
             `"eager"` makes it contiguous, as GroupNorm does.
+        exclude: Paths of modules, as patterns of `fnmatch` (`"decoder"`, `"*.attn"`): what lies in
+            them is not fused.
+        only: Patterns of the same kind: what does not lie in one of them is not fused.
+        example_inputs: The arguments of a call of the model: a tensor, a sequence of positional
+            ones, or a mapping of keyword ones.  A copy of the model is run on them once, in the
+            mode that the model is in, so that the graphs which such a call needs are there.
+        verify: Compare each chain that this call reaches with its operator, by their distances
+            from float64 and by their times, and leave it as it was where the operator is less
+            accurate or slower.  The report has the numbers.  In training this includes the
+            gradients.
+        strict: Raise if a GroupNorm is left unfused, other than by `exclude` and `only`.
 
     Returns:
         A copy of the model that shares its parameters and buffers: the same objects, so a later
@@ -54,14 +91,29 @@ def optimize(model: _M, *, inplace: bool = False, channels_last: ops.ChannelsLas
 
     Raises:
         TypeError: If `model` is not a module.
+        ValueError: If a pattern matches no module, or `verify` is given no example inputs.
+        NotFusedError: If `strict` is set and a GroupNorm is left unfused.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(f"fxfuse.optimize: expected model to be a Module, got {kind}")
+    if verify and example_inputs is None:
+        raise ValueError("fxfuse.optimize: expected example_inputs with verify=True, got None")
     available = library.load()
-    result = model if inplace else _share(model)
-    table = patterns.fusions(channels_last)
-    _reports[result] = FusionReport(_Operation(result, table, available).run())
+    result = model if inplace else _share(model, _tensors(model))
+    untouchable = set() if inplace else set(model.modules())
+    operation = _Operation(
+        result, channels_last, available, untouchable, _selected(result, exclude, only)
+    )
+    operation.run()
+    if example_inputs is not None:
+        operation.try_out(example_inputs, measure=verify)
+    _findings[result] = operation.findings()
+    if strict:
+        outcome = report(result)
+        if any(not s.fused and s.code != Reason.EXCLUDED.code for s in outcome.sites):
+            operation.undo()
+            raise NotFusedError(outcome)
     return result
 
 
@@ -75,15 +127,13 @@ def restore(model: _M) -> _M:
         The same model.
     """
     for module in model.modules():
-        if isinstance(module, _Fused):
-            vars(module).pop(_PLAN, None)
-            object.__setattr__(module, "__class__", _original(type(module)))
-    _reports.pop(model, None)
+        _make_plain(module)
+    _findings.pop(model, None)
     return model
 
 
 def report(model: nn.Module) -> FusionReport:
-    """What `optimize` did to a model.
+    """What `optimize` did to a model, and what its later calls have added to that.
 
     Args:
         model: What `optimize` returned, or a copy of it.
@@ -95,12 +145,37 @@ def report(model: nn.Module) -> FusionReport:
     Raises:
         ValueError: If nothing in the model was optimised.
     """
-    if model in _reports:
-        return _reports[model]
-    plans = [(n, vars(m)[_PLAN]) for n, m in model.named_modules() if _PLAN in vars(m)]
-    if not plans:
+    modules = dict(model.named_modules())
+    plans = {path: vars(m)[_PLAN] for path, m in modules.items() if _PLAN in vars(m)}
+    if model in _findings:
+        found = _findings[model]
+    elif plans:
+        inside = {_join(path, name) for path, plan in plans.items() for name in plan.inlined}
+        found = {path: None for path in plans if path not in inside}
+    else:
         raise ValueError("fxfuse.report: expected a model that fxfuse.optimize returned")
-    return FusionReport(tuple(_below(name, site) for name, plan in plans for site in plan.sites))
+    by_owner = [
+        [_below(path, site) for site in (sites or (plans[path].sites() if path in plans else ()))]
+        for path, sites in found.items()
+    ]
+    # A later graph may have gone through a module that was reported on its own.
+    fused = {site.module for sites in by_owner for site in sites if site.fused}
+    called = {s.module for sites in by_owner for s in sites if s.code != Reason.NOT_CALLED.code}
+    result = []
+    for sites in by_owner:
+        own = {site.module for site in sites if site.fused}
+        for site in sites:
+            elsewhere = called if site.code == Reason.NOT_CALLED.code else fused - own
+            if site.fused or site.module not in elsewhere:
+                result.append(site)
+    order = {path: index for index, path in enumerate(modules)}
+    return FusionReport(tuple(sorted(result, key=lambda site: order.get(site.module or "", -1))))
+
+
+# Of each root, by the path of the module around the norms: their sites, or None where its plan
+# knows them.
+_Findings = dict[str, "tuple[Site, ...] | None"]
+_findings: weakref.WeakKeyDictionary[nn.Module, _Findings] = weakref.WeakKeyDictionary()
 
 
 def explain(model: nn.Module, *, example_inputs: tuple[Any, ...] | None = None) -> FusionReport:
@@ -122,25 +197,29 @@ def explain(model: nn.Module, *, example_inputs: tuple[Any, ...] | None = None) 
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(f"fxfuse.explain: expected model to be a Module, got {kind}")
-    duplicate = _share(model)
-    sites = _Operation(duplicate, patterns.fusions("keep"), available=True).run()
-    sites = tuple(
-        site.with_reason(Reason.FUSIBLE) if site.code == Reason.FUSED.code else site
-        for site in sites
-    )
+    duplicate = _share(model, _tensors(model))
+    operation = _Operation(duplicate, "keep", True, set(model.modules()), None)
+    operation.run()
+    _findings[duplicate] = operation.findings()
+    sites = report(duplicate).sites
     if example_inputs is not None:
         shapes = _shapes(restore(duplicate), example_inputs)
         sites = tuple(
             dataclasses.replace(site, shape=shapes.get(site.module or "")) for site in sites
         )
-    return FusionReport(sites)
+    return FusionReport(
+        tuple(
+            site.with_reason(Reason.FUSIBLE) if site.code == Reason.FUSED.code else site
+            for site in sites
+        )
+    )
 
 
 def _shapes(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
     """The shapes that the norms of a model see first in a call, by their paths."""
     # On fake tensors a call computes nothing, draws no random number and changes no buffer.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _share(model, mode.from_tensor)
+    model = _share(model, _tensors(model), mode.from_tensor)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def look(path: str, args: tuple[Any, ...]) -> None:
@@ -162,22 +241,51 @@ def _shapes(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str, tupl
 # ---- the copy -------------------------------------------------------------------------------
 
 
-def _share(model: _M, stand_in: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> _M:
-    """A copy of the module tree around the same tensors, or around what stands in for each."""
-    memo: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in _tensors(model)}
+def _share(
+    model: _M,
+    tensors: Iterable[Tensor],
+    stand_in: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> _M:
+    """A copy of the module tree around the same tensors, and whatever refuses to be copied.
+
+    Args:
+        model: The root of the tree.
+        tensors: The tensors.
+        stand_in: Gives what takes the place of each.
+    """
+    memo: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in tensors}
     try:
         return copy.deepcopy(model, dict(memo))
-    except Exception:
-        # Some attribute refuses to be copied (a lock, a process group): then that is shared too.
-        for value in itertools.chain.from_iterable(vars(m).values() for m in model.modules()):
-            if isinstance(value, nn.Module) or id(value) in memo:
-                continue
+    except Exception:  # a lock, a process group
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if name != "_modules":
+                    _share_what_refuses(value, memo)
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:  # FSDP's modules
+        for module in reversed(list(model.modules())):
             try:
-                copy.deepcopy(value, dict(memo))
+                copy.deepcopy(module, dict(memo))
             except Exception:
-                if not _holds_modules(value):
-                    memo[id(value)] = value
+                memo[id(module)] = module
         return copy.deepcopy(model, memo)
+
+
+def _share_what_refuses(value: Any, memo: dict[int, Any]) -> None:
+    """Puts into the memo what of a value cannot be copied."""
+    if id(value) in memo or isinstance(value, nn.Module):
+        return
+    with contextlib.suppress(Exception):
+        copy.deepcopy(value, dict(memo))
+        return
+    if isinstance(value, types.MethodType):
+        _share_what_refuses(value.__self__, memo)
+    elif isinstance(value, (dict, list, tuple, set, frozenset)):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            _share_what_refuses(item, memo)
+    else:
+        memo[id(value)] = value
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -196,50 +304,148 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _holds_modules(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value
-    return isinstance(value, (dict, list, tuple)) and any(isinstance(i, nn.Module) for i in items)
+def _selected(
+    model: nn.Module, exclude: Sequence[str], only: Sequence[str] | None
+) -> set[nn.Module] | None:
+    """The modules that may be touched; None for all.
+
+    Raises:
+        ValueError: If a pattern matches no module.
+    """
+    if not exclude and only is None:
+        return None
+    paths = list(model.named_modules(remove_duplicate=False))
+
+    def matching(argument: str, given: Sequence[str]) -> set[nn.Module]:
+        found: set[nn.Module] = set()
+        for pattern in [given] if isinstance(given, str) else given:
+            matches = [module for path, module in paths if fnmatch.fnmatchcase(path, pattern)]
+            if not matches:
+                raise ValueError(
+                    f"fxfuse.optimize: expected {argument} to match modules, "
+                    f"got {pattern!r}, which matches none"
+                )
+            found.update(below for module in matches for below in module.modules())
+        return found
+
+    selected = set(model.modules()) if only is None else matching("only", only)
+    return selected - matching("exclude", exclude)
 
 
 # ---- the operation --------------------------------------------------------------------------
 
 
 class _Operation:
-    """Rewrites the modules of a tree, children first, and keeps what became of each norm."""
+    """Gives plans to the modules of a tree, children first, and keeps what became of each norm."""
 
-    def __init__(self, root: nn.Module, table: tuple[rewrite.Fusion, ...], available: bool) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        channels_last: ops.ChannelsLast,
+        available: bool,
+        untouchable: set[nn.Module],
+        selected: set[nn.Module] | None,
+    ) -> None:
         self.root = root
-        self.table = table
+        self.channels_last = channels_last
         self.available = available
+        self.untouchable = untouchable
+        self.selected = selected
+        self.boundaries = boundaries.Boundaries(patterns.fusions(channels_last))
+        self.waiting: dict[nn.Module, list[nn.Module]] = {}  # what each module leaves undecided
         self.settled: set[nn.Module] = set()  # norms that some module's graph calls
         self.open: set[nn.Module] = set()  # modules whose result a chain may go on from
         self.sites: dict[nn.Module, list[Site]] = {}  # by the module whose graph has them
-        self.boundaries = boundaries.Boundaries(table)
+        self.plans: dict[nn.Module, Plan] = {}  # the new ones
+        self.kept: dict[nn.Module, Plan] = {}  # those of an earlier call
 
-    def run(self) -> tuple[Site, ...]:
-        """One site for each norm, in the order of the tree."""
-        paths = {module: path for path, module in self.root.named_modules()}
+    def run(self) -> None:
+        """Goes through the tree."""
         self._visit(self.root)
-        sites = [_below(paths[m], site) for m, found in self.sites.items() for site in found]
+
+    def findings(self) -> _Findings:
+        """What became of the norms in each module's graph, and which norms are in none."""
+        paths = {module: path for path, module in self.root.named_modules()}
+        found: _Findings = {}
+        for module, sites in self.sites.items():
+            planned = _PLAN in vars(module) and module not in self.kept
+            found[paths[module]] = None if planned else tuple(sites)
         for module, path in paths.items():
             if isinstance(module, nn.GroupNorm) and module not in self.settled:
-                sites.append(_norm_site(module, path, Reason.NOT_CALLED.because()))
-        order = {path: index for index, path in enumerate(paths.values())}
-        return tuple(sorted(sites, key=lambda site: order.get(site.module or "", -1)))
+                found[path] = (_norm_site(module, "", Reason.NOT_CALLED.because()),)
+        return found
 
-    def _visit(self, module: nn.Module) -> None:
-        if module in self.sites:
-            return
-        self.sites[module] = []
-        if (refusal := boundaries.not_entered(module)) is not None:
-            self._refuse(module, refusal)
-            return
-        for child in module.children():
-            self._visit(child)
-        if plan := vars(module).get(_PLAN):
-            self.settled.update(plan.norms)
-            self.sites[module] = [_already(site) for site in plan.sites]
-        elif self._may_hold_a_site(module):
+    def undo(self) -> None:
+        """Leaves the tree as it was."""
+        for module in self.plans:
+            _make_plain(module)
+        _findings.pop(self.root, None)
+
+    def try_out(self, example_inputs: Any, *, measure: bool) -> None:
+        """Runs a copy of the model, and undoes what it shows to be wrong or slower."""
+        buffers = {id(buffer) for buffer in self.root.buffers()}
+        shared = (tensor for tensor in _tensors(self.root) if id(tensor) not in buffers)
+        probe = restore(_share(self.root, shared))
+        paths = {module: path for path, module in self.root.named_modules()}
+        plans = {**self.kept, **self.plans}
+        self.kept = {}  # their report is a new one
+        forwards = {
+            probe.get_submodule(paths[module]): plan.observer(module, measure)
+            for module, plan in plans.items()
+        }
+        try:
+            verify.run(probe, forwards, example_inputs)
+        except BaseException:
+            self.undo()
+            raise
+        # A norm may lie in the graphs of several modules.
+        refused = {
+            (_join(paths[module], path), line): check
+            for module, plan in plans.items()
+            for (path, line), check in (plan.checks or {}).items()
+            if isinstance(check, Refusal)
+        }
+        for module, plan in plans.items():
+            if plan.refuse(paths[module], refused):
+                plan.learn_again(module)
+            if not (plan.variants or plan.hopeful):
+                _make_plain(module)
+                self.sites[module] = list(plan.sites())
+
+    def _visit(self, module: nn.Module) -> list[nn.Module]:
+        """Treats a module; returns the norms and open modules in it that a parent may go on with.
+
+        A module with two parents is treated once.
+        """
+        if module not in self.waiting:
+            self.waiting[module] = []
+            self.sites[module] = []
+            if (refusal := self._not_entered(module)) is not None:
+                if refusal.reason is Reason.EXCLUDED:
+                    restore(module)  # an earlier call may not have excluded it
+                self._refuse(module, refusal)
+            else:
+                below = dict.fromkeys(m for c in module.children() for m in self._visit(c))
+                self._treat(module, list(below))
+                self.waiting[module] = [module, *below]
+        self.waiting[module] = [m for m in self.waiting[module] if self._is_undecided(m)]
+        return self.waiting[module]
+
+    def _is_undecided(self, module: nn.Module) -> bool:
+        norm = isinstance(module, nn.GroupNorm) and module not in self.settled
+        return norm or module in self.open
+
+    def _not_entered(self, module: nn.Module) -> Refusal | None:
+        if self.selected is not None and self.selected.isdisjoint(module.modules()):
+            return Reason.EXCLUDED.because()
+        if module in self.untouchable:
+            return Reason.NOT_COPYABLE.because(module=type(module).__name__)
+        return boundaries.not_entered(module)
+
+    def _treat(self, module: nn.Module, below: list[nn.Module]) -> None:
+        if (plan := vars(module).get(_PLAN)) is not None:
+            self._keep(module, plan)
+        elif self._may_hold_a_site(module, below):
             try:
                 self._rewrite(module)
             except Untraceable as error:
@@ -247,14 +453,26 @@ class _Operation:
             except Exception as error:  # one odd layer costs its own fusions, not the model
                 self._refuse(module, tracing.untraceable(error).refusal)
 
-    def _may_hold_a_site(self, module: nn.Module) -> bool:
+    def _may_hold_a_site(self, module: nn.Module, below: list[nn.Module]) -> bool:
         """Whether to trace: for a norm that no graph has called, or a chain that may go on."""
         if type(module).forward in (nn.Module.forward, nn.GroupNorm.forward):
             return False
-        below = (m for m in module.modules() if m is not module)
-        return _mentions_group_norm(module) or any(
-            m in self.open or (isinstance(m, nn.GroupNorm) and m not in self.settled) for m in below
-        )
+        return any(map(self._is_undecided, below)) or _mentions_group_norm(module)
+
+    def _keep(self, module: nn.Module, plan: Plan) -> None:
+        """Takes over what an earlier call has done."""
+        sites = plan.sites()
+        self.kept[module] = plan
+        self.sites[module] = [_already(site) for site in sites]
+        self._leave_out(module, plan)
+        self.settled |= {module.get_submodule(site.module or "") for site in sites}
+        self._goes_on(module, self.boundaries.opens(module))
+
+    def _goes_on(self, module: nn.Module, opens: bool) -> None:
+        """Keeps whether a chain may go on from a module, which ends those inside of it."""
+        self.open.difference_update(module.modules())
+        if opens:
+            self.open.add(module)
 
     def _rewrite(self, module: nn.Module) -> None:
         """Gives a module a plan if its graph has a site to fuse.
@@ -264,82 +482,75 @@ class _Operation:
         """
         if "forward" in vars(module):
             raise Untraceable(Reason.OWN_FORWARD.because(module=type(module).__name__))
+        if boundaries.is_wrapper(module):
+            wrapper = type(module).__name__
+            raise Untraceable(Reason.PARALLEL_WRAPPER.because(wrapper=wrapper))
         if not isinstance(inspect.getattr_static(type(module), "forward"), types.FunctionType):
             raise Untraceable(Reason.UNTRACEABLE.because(error="it is not a plain method"))
-        variants: list[Variant] = []
-        found: list[Site] = []
-        entered: set[nn.Module] = set()
-        for mode in (module.training, not module.training):
-            try:
-                trace, inlined = self._trace(module, mode)
-            except Untraceable:
-                if mode == module.training:
-                    raise
-                break  # fused in one mode only
-            if mode == module.training:
-                self.open -= {module.get_submodule(str(n.target)) for n in _calls(trace.graph)}
-                if self.boundaries.opens(module, trace.graph) is not None:
-                    self.open.add(module)
-            sites = patterns.apply(trace.graph, module, self.table, available=self.available)
-            if any(site.fused for site in sites):
-                variants.append(Variant.of(module, trace, sites, inlined))
-            if mode == module.training:
-                found, entered = sites, inlined
-            if not any(m is module and name == "training" for m, name, _ in trace.attributes):
-                break
-        found = [
-            dataclasses.replace(site, match=None)
-            for site in found
-            # A subclass of GroupNorm whose own graph has a norm is not a norm but a module.
-            if site.code != Reason.SUBCLASS.code or not self._has_sites(module, site)
-        ]
-        # A functional norm's module is the one around it, which may be a kind of GroupNorm.
-        norms = {module.get_submodule(site.module or "") for site in found}
-        if variants:
-            plan = Plan(tuple(variants), tuple(found), norms)
+        plan = Plan(module, self.channels_last, self._refusals(module), self._own_graphs(module))
+        learned = plan.learn_usual(module, self.boundaries)
+        # Where it takes further arguments, other calls may have more to fuse.
+        sites = plan.sites()
+        norms = {m for m in module.modules() if isinstance(m, nn.GroupNorm)} - self.settled
+        left = norms.difference(module.get_submodule(site.module or "") for site in sites)
+        plan.hopeful = len(plan.arguments.names) > 1 and (
+            bool(left)
+            or not all(site.fused for site in sites)
+            or (not sites and _mentions_group_norm(module))
+        )
+        if self.available and (plan.variants or plan.hopeful):
             try:
                 object.__setattr__(module, "__class__", _fused_class(type(module)))
             except TypeError as error:
                 raise Untraceable(Reason.NOT_SUBCLASSABLE.because(error=error)) from error
-            vars(module)[_PLAN] = plan
-        self.sites[module] = found
-        for child in entered:
-            self.sites[child] = []  # its graph is part of this one
-        self.settled |= norms
+            vars(module)[_PLAN] = self.plans[module] = plan
+        traces = [trace for _, trace in learned if trace is not None]
+        if not traces:
+            outcome, _ = learned[0]
+            assert outcome.refusal is not None
+            self._refuse(module, outcome.refusal)
+            outcome.sites = numbered(module, self.sites[module])
+            return
+        self._goes_on(module, self.boundaries.opens(module, traces[0].graph))
+        self.sites[module] = list(plan.sites())
+        self._leave_out(module, plan)
+        self.settled |= {module.get_submodule(site.module or "") for site in self.sites[module]}
 
-    def _trace(self, module: nn.Module, training: bool) -> tuple[tracing.Trace, set[nn.Module]]:
-        """A module's graph in a mode, through the children whose boundary a chain crosses."""
-        before = module.training
-        module.training = training
-        try:
-            trace = tracing.trace(module)
-            inlined = self.boundaries.crossed(module, trace.graph)
-            if inlined:
-                with contextlib.suppress(Untraceable):  # then the chain stays as it is
-                    through = tracing.trace(module, inlined)
-                    if self._matches(module, through) > self._matches(module, trace):
-                        return through, inlined
-            return trace, set()
-        finally:
-            module.training = before
+    def _leave_out(self, module: nn.Module, plan: Plan) -> None:
+        """Leaves out of the report what is part of a module's graphs."""
+        for path in plan.inlined:
+            self.sites.pop(module.get_submodule(path), None)
 
-    def _matches(self, module: nn.Module, trace: tracing.Trace) -> int:
-        sites = rewrite.apply(trace.graph, module, self.table, analyse_only=True)
-        return sum(site.match is not None for site in sites)
+    def _refusals(self, module: nn.Module) -> dict[Key, Refusal]:
+        """Why the norms of some of the modules below one are left alone."""
+        if not self.available:
+            refusal = Reason.LIBRARY_UNAVAILABLE.because()
+            return {(path, None): refusal for path, _ in module.named_modules()}
+        if self.selected is None:
+            return {}
+        excluded = Reason.EXCLUDED.because()
+        return {(p, None): excluded for p, m in module.named_modules() if m not in self.selected}
 
-    def _has_sites(self, module: nn.Module, site: Site) -> bool:
-        return bool(self.sites.get(module.get_submodule(site.module or "")))
+    def _own_graphs(self, module: nn.Module) -> set[str]:
+        """The GroupNorms below a module that are not norms but modules with one."""
+        return {
+            path
+            for path, m in module.named_modules()
+            if isinstance(m, nn.GroupNorm) and m is not module and self.sites.get(m)
+        }
 
     def _refuse(self, module: nn.Module, refusal: Refusal) -> None:
         """A site for each norm that a module would have called."""
         # A chain that might have gone on in it ends for the same reason.
         for child in self.open.intersection(module.modules()):
+            for outcome in self.plans[child].outcomes if child in self.plans else ():
+                outcome.sites = {k: _ends(site, refusal) for k, site in outcome.sites.items()}
             self.sites[child] = [_ends(site, refusal) for site in self.sites[child]]
             self.open.remove(child)
         norms = [
             (path, m)
             for path, m in module.named_modules()
-            if isinstance(m, nn.GroupNorm) and m not in self.settled
+            if _is_group_norm(m) and m not in self.settled
         ]
         self.settled.update(norm for _, norm in norms)
         sites = [_norm_site(norm, path, refusal) for path, norm in norms]
@@ -347,10 +558,6 @@ class _Operation:
         if not norms and _mentions_group_norm(module) and not hasattr(module, "group_norm"):
             sites = [Site("group_norm", "", "", False, refusal.reason.code, refusal.sentence)]
         self.sites[module] = sites
-
-
-def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op == "call_module")
 
 
 # ---- a look at the code ---------------------------------------------------------------------
@@ -412,19 +619,29 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 # ---- sites ----------------------------------------------------------------------------------
 
 
-def _norm_site(norm: nn.GroupNorm, path: str, refusal: Refusal) -> Site:
-    text = f"{type(norm).__name__}({norm.num_groups}, {norm.num_channels})"
+def _is_group_norm(module: nn.Module) -> bool:
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    return isinstance(module, nn.GroupNorm) or (
+        scripted and getattr(module, "original_name", "") == nn.GroupNorm.__name__
+    )
+
+
+def _norm_site(norm: Any, path: str, refusal: Refusal) -> Site:
+    name = getattr(norm, "original_name", type(norm).__name__)
+    text = f"{name}({norm.num_groups}, {norm.num_channels})"
     return Site(text, "", "", False, refusal.reason.code, refusal.sentence, path)
 
 
+def _join(path: str, name: str) -> str:
+    return ".".join(filter(None, (path, name)))
+
+
 def _below(path: str, site: Site) -> Site:
-    return dataclasses.replace(site, module=".".join(filter(None, (path, site.module))))
+    return dataclasses.replace(site, module=_join(path, site.module or ""))
 
 
 def _ends(site: Site, refusal: Refusal) -> Site:
-    if site.code != Reason.GRAPH_OUTPUT.code:
-        return site
-    return dataclasses.replace(site, code=refusal.reason.code, reason=refusal.sentence)
+    return site.refused(refusal) if site.code == Reason.GRAPH_OUTPUT.code else site
 
 
 def _already(site: Site) -> Site:
@@ -434,138 +651,6 @@ def _already(site: Site) -> Site:
     return dataclasses.replace(site, code=Reason.ALREADY_FUSED.code, reason=sentence)
 
 
-# ---- the plan of one module -----------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Variant:
-    """One graph of a module, as a function, and when it may run.
-
-    Attributes:
-        run: Takes the module and its tensor arguments.
-        code: The source of `run`.
-        signature: The forward's, without `self`.
-        tensors: The arguments that must be tensors.
-        constants: The values that the other arguments must have.
-        leading: Whether `tensors` come first and may be given by position alone.
-        guards: What must hold.
-    """
-
-    run: Callable[..., Any]
-    code: str
-    signature: inspect.Signature
-    tensors: tuple[str, ...]
-    constants: dict[str, Any]
-    leading: bool
-    guards: guards.Guards
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, trace: tracing.Trace, sites: list[Site], inlined: set[nn.Module]
-    ) -> Variant:
-        """The variant of a module whose graph was rewritten at the given sites."""
-        replaced = [
-            module.get_submodule(str(node.target))
-            for site in sites
-            if site.match is not None
-            for node in site.match.nodes
-            if node.op == "call_module"
-        ]
-        taken_for_granted = guards.Guards(
-            (
-                # Attributes first: `training` is what tells one variant from the other.
-                *(guards.Attribute(*read) for read in trace.attributes),
-                *(guards.Query(*query) for query in trace.queries),
-                *(guards.Present(*read) for read in trace.optional),
-                *(guards.Children(owner, dict(owner._modules)) for owner in trace.containers),
-                *(guards.Replaced.of(m) for m in dict.fromkeys(replaced)),
-                *(guards.Replaced(m, type(m), {}) for m in inlined),
-            )
-        )
-        run, code = _compile(trace.graph, type(module))
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        first = list(trace.signature.parameters.values())[: len(trace.tensors)]
-        leading = all(
-            p.kind in positional and p.name == name
-            for p, name in zip(first, trace.tensors, strict=False)
-        )
-        return cls(
-            run,
-            code,
-            trace.signature,
-            trace.tensors,
-            trace.constants,
-            leading,
-            taken_for_granted,
-        )
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The tensors of a call, or None where the graph is not for such a call."""
-        if not (self.leading and not kwargs and len(args) == len(self.tensors)):
-            try:
-                given = self.signature.bind(*args, **kwargs).arguments
-            except TypeError:
-                return None  # the original forward raises it
-            for name, value in given.items():
-                if name in self.constants:
-                    if not _equal(value, self.constants[name]):
-                        return None
-                elif name not in self.tensors:
-                    return None  # *args or **kwargs
-            args = tuple(given[name] for name in self.tensors)
-        for value in args:
-            if not isinstance(value, Tensor):
-                return None
-        return args
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    simple = (bool, int, float, str)
-    return type(one) is type(other) and isinstance(one, simple) and one == other
-
-
-@dataclasses.dataclass
-class Plan:
-    """What the instance of a rewritten module keeps: its graphs, and what became of its norms."""
-
-    variants: tuple[Variant, ...]
-    sites: tuple[Site, ...]
-    norms: set[nn.Module]
-
-    @property
-    def code(self) -> str:
-        """The source of every graph."""
-        return "\n".join(variant.code for variant in self.variants)
-
-    def find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """The graph that a call may run, and the tensors to run it on."""
-        if torch._C._get_tracing_state() is not None:
-            return None  # jit.trace, which should see what the model was written as
-        for variant in self.variants:
-            if (tensors := variant.bind(args, kwargs)) is not None and variant.guards.hold():
-                return variant.run, tensors
-        return None
-
-
-_serial = itertools.count()
-
-
-def _compile(graph: fx.Graph, cls: type) -> tuple[Callable[..., Any], str]:
-    """A graph as a function of the module and its tensors."""
-    graph.lint()
-    python = graph.python_code("self")
-    filename = f"<fxfuse {cls.__qualname__} {next(_serial)}>"
-    # So that a traceback shows the line.
-    linecache.cache[filename] = (len(python.src), None, python.src.splitlines(True), filename)
-    scope = dict(python.globals)
-    exec(compile(python.src, filename, "exec"), scope)
-    return cast("Callable[..., Any]", scope["forward"]), python.src
-
-
 # ---- the subclass ---------------------------------------------------------------------------
 
 
@@ -573,9 +658,11 @@ class _Fused:
     """What marks a subclass whose forward may run a plan."""
 
 
-def _original(cls: type) -> type:
-    """The class that a fused class stands for."""
-    return cast(type, vars(cls)["_fxfuse_original"])
+def _make_plain(module: nn.Module) -> None:
+    """Takes a module's plan away and gives it its own class back."""
+    if isinstance(module, _Fused):
+        vars(module).pop(_PLAN, None)
+        object.__setattr__(module, "__class__", tracing.plain(module))
 
 
 _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
@@ -600,9 +687,9 @@ def _fused_class(cls: Any) -> type:
         # is_exporting() for true wherever it compiles.
         if not torch.compiler._is_exporting_flag:
             plan = self.__dict__.get(_PLAN)
-            if plan is not None and (found := plan.find(args, kwargs)) is not None:
-                run, tensors = found
-                return run(self, *tensors)
+            if plan is not None and (found := plan.find(self, args, kwargs)) is not None:
+                run, values = found
+                return run(self, *values)
         return original(self, *args, **kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -622,7 +709,7 @@ def _fused_class(cls: Any) -> type:
         "__reduce_ex__": __reduce_ex__,
         "__deepcopy__": __deepcopy__,
         "__prepare_scriptable__": __prepare_scriptable__,
-        "_fxfuse_original": cls,
+        tracing.ORIGINAL: cls,
     }
     _classes[cls] = tracing.subclass(cls, body, _Fused)
     return _classes[cls]
@@ -632,7 +719,7 @@ def _plain_reduction(module: Any, reduction: Any) -> Any:
     """A module's pickle without its plan, so that a process without fxfuse can load it."""
     if isinstance(reduction, str):
         return reduction
-    fused, plain = type(module), _original(type(module))
+    fused, plain = type(module), tracing.plain(module)
     function, args, *rest = reduction
     if function is copyreg.__newobj__:  # type: ignore[attr-defined]
         # pickle insists on the object's own class there; these two it takes as they are.

@@ -13,22 +13,31 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import inspect
+import pickle
 import random
 import sys
 import threading
 import traceback
 import types
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxfuse.guards import MISSING
+from fxfuse import guards
+from fxfuse.guards import MISSING, TENSOR, Guard, Path
 from fxfuse.rewrite import Reason, Refusal
+
+ORIGINAL = "_fxfuse_original"
+"""What a class that stands for another keeps that under."""
+
+
+def plain(module: nn.Module) -> Any:
+    """The class of a module, or the one that it stands for: what the model was written as."""
+    return vars(type(module)).get(ORIGINAL, type(module))
 
 
 class Untraceable(Exception):
@@ -40,7 +49,9 @@ class Untraceable(Exception):
 
 
 def untraceable(error: Exception) -> Untraceable:
-    """What any other exception means for the module that it came from."""
+    """What an exception means for the module that it came from."""
+    if isinstance(error, Untraceable):
+        return error
     text = " ".join(str(error).split()) or type(error).__name__
     return Untraceable(Reason.UNTRACEABLE.because(error=text[:200].rstrip(".")))
 
@@ -50,41 +61,45 @@ class Trace:
     """A graph and what it takes for granted.
 
     Attributes:
-        graph: The forward's graph; its placeholders are the tensor arguments.
-        signature: The forward's, without `self`.
-        tensors: The arguments that stand for tensors: those without a default.
-        constants: The other arguments' values, which are their defaults.
-        attributes: Plain attributes that were read: the module, the name, the value.
-        optional: Parameters and buffers that were read and are not None: the module, the name.
-        containers: Modules whose children were read.
-        queries: Functions of torch's modes that were asked, their arguments, their answers.
+        graph: The forward's graph; its placeholders are the arguments, of which those that are no
+            tensors are not used.
+        pattern: The pattern of the calls that it is for.
+        guards: What must hold of the module.
+        inlined: The paths of the modules that it goes through.
+        reads_mode: Whether the forward asks for the module's `training`.
     """
 
     graph: fx.Graph
-    signature: inspect.Signature
-    tensors: tuple[str, ...]
-    constants: dict[str, Any]
-    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    optional: list[tuple[nn.Module, str]] = field(default_factory=list)
-    containers: list[nn.Module] = field(default_factory=list)
-    queries: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
+    pattern: str
+    guards: tuple[Guard, ...] = ()
+    inlined: tuple[str, ...] = ()
+    reads_mode: bool = False
 
 
-_lock = threading.RLock()  # fx patches nn.Module for every thread
+lock = threading.RLock()
+"""Held by whoever traces, because fx patches nn.Module for every thread."""
 
 
-def trace(module: nn.Module, inlined: Collection[nn.Module] = ()) -> Trace:
+def trace(
+    module: nn.Module, inlined: Collection[nn.Module] = (), pattern: str | None = None
+) -> Trace:
     """Traces a module's forward with its children as leaves, and leaves no mark on it.
 
     Args:
         module: The module, in the training mode that the graph is for.
         inlined: Modules below it that are not leaves: the graph holds what they do.
+        pattern: Of the call (see `guards.Arguments`); None for the usual one.
 
     Raises:
         Untraceable: If the forward cannot be traced, or if the graph would not do all it does.
     """
-    with _lock, _unchanged(module), _same_random_state():
-        return _Tracer(module, inlined).run()
+    with lock, _unchanged(module), _same_random_state():
+        tracer = _Tracer(module, inlined, pattern)
+        try:
+            return tracer.run()
+        finally:
+            # fx and our classes leave cycles, in which the module would live on for a while.
+            vars(tracer).clear()
 
 
 def _is_library(frame: types.FrameType) -> bool:
@@ -96,23 +111,36 @@ def _is_library(frame: types.FrameType) -> bool:
 # ---- proxies --------------------------------------------------------------------------------
 
 
-class _TensorProxy(fx.Proxy):
-    """An argument, which is a tensor: the caller checks that at each call."""
+class _Value(fx.Proxy):
+    """A value that the graph computes.  To ask what it is would be to decide by it."""
 
-    # isinstance believes it; fx itself asks for the type.
-    __class__ = property(lambda self: Tensor)
+    def _asked(self, *args: Any) -> Any:
+        error = "it asks for the size, the type or the value of something computed"
+        raise cast(_Tracer, self.tracer).refused(Reason.UNTRACEABLE.because(error=error))
 
-
-class _UnknownProxy(fx.Proxy):
-    """A value that the graph computes.  To ask for its type is to decide by it."""
+    __len__ = __int__ = __float__ = __complex__ = __index__ = _asked
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        if _is_library(sys._getframe(1)):
-            return type(self)
-        raise Untraceable(
-            Reason.UNTRACEABLE.because(error="it asks for the type of a computed value")
-        )
+        return type(self) if _is_library(sys._getframe(1)) else self._asked()
+
+    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        return _Attribute(self, name)
+
+
+class _Attribute(_Value, fx.proxy.Attribute):
+    """An attribute of a value, or a method that is about to be called."""
+
+
+class _TensorArgument(_Value):
+    """An argument, which is a tensor: the caller checks that at each call."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # The model believes it.  To torch it must not be one: its C++ code would crash.
+        frame = sys._getframe(1)
+        believes = frame.f_code is torch.is_tensor.__code__ or not _is_library(frame)
+        return Tensor if believes else type(self)
 
 
 # ---- the tracer -----------------------------------------------------------------------------
@@ -127,80 +155,143 @@ _QUERIES = (
     "get_autocast_gpu_dtype",
 )
 
+# What context managers call.  That the mode is what it was before proves nothing: it may be
+# another one when the graph runs.
+_SWITCHES = tuple(
+    (owner, name)
+    for owner, prefixes in (
+        (
+            torch._C,
+            (
+                "_InferenceMode",
+                "_set_cublas",
+                "_set_cudnn",
+                "_set_deterministic",
+                "_set_float32",
+                "_set_fwd_grad",
+                "_set_grad",
+                "_set_mkldnn",
+                "_set_onednn",
+                "_set_sdp",
+            ),
+        ),
+        (torch, ("set_autocast_dtype", "set_autocast_enabled", "set_autocast_cpu_enabled")),
+    )
+    for name in dir(owner)
+    if name.startswith(prefixes)
+)
+
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer's value must not decide either
+    thread = 0
+    listening = False  # while the forward runs, and not fx's own code for it
 
-    def __init__(self, module: nn.Module, inlined: Collection[nn.Module]) -> None:
+    def __init__(
+        self, module: nn.Module, inlined: Collection[nn.Module], pattern: str | None
+    ) -> None:
         super().__init__()
         self.module = module
         self.inlined = inlined
-        self.forward: Callable[..., Any] = type(module).forward
+        self.forward: Callable[..., Any] = plain(module).forward
+        self.arguments = guards.arguments(self.forward)
+        self.pattern = self.arguments.usual if pattern is None else pattern
+        self.names = {submodule: name for name, submodule in module.named_modules()}
         self.thread = threading.get_ident()
         self.mode = _mode()
         self.base: types.FrameType | None = None
-        self.listening = False  # while the forward runs, and not fx's own code for it
+        self.refusal: Refusal | None = None  # the first, which the forward may have caught
         own = (*module.parameters(), *module.buffers())
         self.own = {id(tensor) for tensor in own}
         self.containers: dict[nn.Module, None] = {}
         self.attributes: dict[tuple[nn.Module, str], Any] = {}
         self.optional: dict[tuple[nn.Module, str], None] = {}
-        self.queries: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
-        self.tensors, self.constants, self.signature = _arguments(self.forward)
+        self.queries: list[guards.Query] = []
 
     def run(self) -> Trace:
-        names = {submodule: name for name, submodule in self.module.named_modules()}
         try:
-            with self._recorded_queries(), self._recorded_attributes(names):
+            with self._recorded_modes(), self._recorded_attributes():
                 graph = self.trace(self.module)
-        except Untraceable:
-            raise
         except Exception as error:
             frames = traceback.walk_tb(error.__traceback__)
             if any(f.f_globals.get("__name__") == "torch.utils.checkpoint" for f, _ in frames):
                 raise Untraceable(Reason.CONTEXT_MANAGER.because()) from error
+            if isinstance(error, Untraceable):
+                raise
             raise untraceable(error) from error
-        for (owner, name), value in self.attributes.items():
-            if (kept := _snapshot(value)) is _MUTABLE:
-                path = ".".join(filter(None, (names[owner], name)))
-                raise Untraceable(
-                    Reason.MUTABLE_ATTRIBUTE.because(name=path, kind=type(value).__name__)
-                )
-            self.attributes[owner, name] = kept
+        if self.refusal is not None:
+            raise Untraceable(self.refusal)
         return Trace(
             graph,
-            self.signature,
-            self.tensors,
-            self.constants,
-            [(owner, name, value) for (owner, name), value in self.attributes.items()],
-            list(self.optional),
-            list(self.containers),
-            self.queries,
+            self.pattern,
+            (
+                # Attributes first: `training` is what tells one variant from the other.
+                *(self._attribute(*read) for read in self.attributes.items()),
+                *self.queries,
+                *(guards.Present(self._path(owner), name) for owner, name in self.optional),
+                *(guards.Children.of(self._path(owner), owner) for owner in self.containers),
+                *(guards.Replaced.inlined(self._path(m), m) for m in self.inlined),
+            ),
+            tuple(self.names[m] for m in self.inlined),
+            any(name == "training" for _, name in self.attributes),
         )
+
+    def _path(self, module: nn.Module) -> Path:
+        return Path(self.names[module])
+
+    def _attribute(self, read: tuple[nn.Module, str], value: Any) -> guards.Attribute:
+        owner, name = read
+        if (kept := _snapshot(value)) is _MUTABLE:
+            path = ".".join(filter(None, (self.names[owner], name)))
+            kind = type(value).__name__
+            raise Untraceable(Reason.MUTABLE_ATTRIBUTE.because(name=path, kind=kind))
+        return guards.Attribute(self._path(owner), name, kept)
+
+    def refused(self, refusal: Refusal) -> Untraceable:
+        """What to raise, kept in mind should the forward catch it."""
+        self.refusal = self.refusal or refusal
+        return Untraceable(refusal)
 
     # -- what fx calls --
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        placeholders = {name: self._placeholder(name) for name in self.tensors}
+        tensors = {
+            name: self._placeholder(name, kind)
+            for name, kind in zip(self.arguments.names, self.pattern, strict=True)
+        }
 
         def forward() -> Any:
             self.base = sys._getframe()
-            args, kwargs = _call_arguments(self.signature, {**self.constants, **placeholders})
+            args, kwargs = self.arguments.values(self.pattern, tensors)
             self.listening = True
             try:
                 return root_fn(self.module, *args, **kwargs)
             finally:
                 self.listening = False
+                self.base = None
 
         return forward, []
 
-    def _placeholder(self, name: str) -> fx.Proxy:
-        return _TensorProxy(self.create_node("placeholder", name, (), {}), self)
+    def _placeholder(self, name: str, kind: str) -> fx.Proxy:
+        proxy = _TensorArgument if kind == TENSOR else _Value
+        return proxy(self.create_node("placeholder", name, (), {}), self)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _UnknownProxy(node, self)
+        return _Value(node, self)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        try:
+            return super().create_proxy(*args, **kwargs)
+        except Exception as error:
+            raise self.refused(untraceable(error).refusal) from error
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise self.refused(Reason.UNTRACEABLE.because(error="a branch depends on what it computes"))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        raise self.refused(Reason.UNTRACEABLE.because(error="it iterates over what it computes"))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self.inlined
@@ -215,7 +306,7 @@ class _Tracer(fx.Tracer):
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)  # another thread's model, through fx's patch
         if m is self.module:
-            raise Untraceable(Reason.UNTRACEABLE.because(error="it calls itself"))
+            raise self.refused(Reason.UNTRACEABLE.because(error="it calls itself"))
         if m in self.inlined:
             return super().call_module(m, forward, args, kwargs)
         with self._deaf():
@@ -232,9 +323,10 @@ class _Tracer(fx.Tracer):
             return a.node
         if isinstance(a, Tensor) and id(a) not in self.own and a not in self.tensor_attrs:
             # Not the module's, so the graph could not read it again.
-            raise Untraceable(Reason.TENSOR_CONSTANT.because())
+            raise self.refused(Reason.TENSOR_CONSTANT.because())
         if isinstance(a, dict) and type(a) is not dict:
-            raise Untraceable(Reason.UNTRACEABLE.because(error=f"it makes a {type(a).__name__}"))
+            kind = type(a).__name__
+            raise self.refused(Reason.UNTRACEABLE.because(error=f"it makes a {kind}"))
         with self._deaf():
             return super().create_arg(a)
 
@@ -249,7 +341,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _mode() != self.mode:
-            raise Untraceable(Reason.CONTEXT_MANAGER.because())
+            raise self.refused(Reason.CONTEXT_MANAGER.because())
         node = super().create_node(kind, *args, **kwargs)
         if line := self._source_line():
             node.meta["stack_trace"] = line
@@ -271,15 +363,22 @@ class _Tracer(fx.Tracer):
     # -- what the forward reads --
 
     @contextlib.contextmanager
-    def _recorded_attributes(self, names: dict[nn.Module, str]) -> Iterator[None]:
-        """Writes down every attribute that is read of the module and of those below it."""
-        classes = {module: type(module) for module in names}
+    def _recorded_attributes(self) -> Iterator[None]:
+        """Writes down every attribute that is read of the module and of those below it.
+
+        Meanwhile each is of the class that it was written as, whatever it stands for now.
+        """
+        classes = {module: type(module) for module in self.names}
+        recorders: dict[type, type] = {}
         try:
-            for module, cls in classes.items():
+            for module in classes:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # runs no Python that could read an attribute
+                cls = plain(module)
                 try:
-                    object.__setattr__(module, "__class__", self._recorder(cls, names))
+                    if cls not in recorders:
+                        recorders[cls] = self._recorder(cls)
+                    object.__setattr__(module, "__class__", recorders[cls])
                 except TypeError as error:
                     raise Untraceable(Reason.NOT_SUBCLASSABLE.because(error=error)) from error
             yield
@@ -287,7 +386,7 @@ class _Tracer(fx.Tracer):
             for module, cls in classes.items():
                 object.__setattr__(module, "__class__", cls)
 
-    def _recorder(self, cls: Any, names: dict[nn.Module, str]) -> type:
+    def _recorder(self, cls: Any) -> type:
         tracer = self
 
         def __getattribute__(self: Any, name: str) -> Any:
@@ -307,7 +406,7 @@ class _Tracer(fx.Tracer):
                 return value
             if isinstance(value, Tensor):
                 tracer.optional[self, name] = None
-                path = ".".join(filter(None, (names[self], name)))
+                path = ".".join(filter(None, (tracer.names[self], name)))
                 return tracer.create_proxy("get_attr", path, (), {})
             tracer.attributes.setdefault((self, name), value)
             return value
@@ -328,28 +427,49 @@ class _Tracer(fx.Tracer):
         return subclass(cls, body)
 
     @contextlib.contextmanager
-    def _recorded_queries(self) -> Iterator[None]:
-        """Writes down every question about torch's modes."""
-        original = {name: getattr(torch, name) for name in _QUERIES if hasattr(torch, name)}
+    def _recorded_modes(self) -> Iterator[None]:
+        """Writes down every question about torch's modes, and refuses to switch one."""
+        queries = [(torch, name) for name in _QUERIES if hasattr(torch, name)]
+        originals = {(owner, name): getattr(owner, name) for owner, name in (*queries, *_SWITCHES)}
 
-        def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
             def ask(*args: Any) -> Any:
                 answer = function(*args)
                 asker = sys._getframe(1).f_globals.get("__name__", "")
                 if self._hears() and not asker.startswith("torch."):
-                    self.queries.append((function, args, answer))
+                    self.queries.append(guards.Query(function, args, answer))
                 return answer
 
             return ask
 
+        def switched(function: Callable[..., Any]) -> Callable[..., Any]:
+            def switch(*args: Any) -> Any:
+                if self._hears():
+                    raise self.refused(Reason.CONTEXT_MANAGER.because())
+                return function(*args)
+
+            return switch
+
+        apply = vars(torch.autograd.Function)["apply"]
+
+        def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if self._hears():
+                error = f"it applies {cls.__name__}, a torch.autograd.Function"
+                raise self.refused(Reason.UNTRACEABLE.because(error=error))
+            return apply.__get__(None, cls)(*args, **kwargs)
+
         try:
-            for name, function in original.items():
-                setattr(torch, name, recorded(function))
+            torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+            for owner, name in queries:
+                setattr(owner, name, asked(originals[owner, name]))
+            for owner, name in _SWITCHES:
+                setattr(owner, name, switched(originals[owner, name]))
             yield
         finally:
-            for name, function in original.items():
-                setattr(torch, name, function)
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            for (owner, name), function in originals.items():
+                setattr(owner, name, function)
 
 
 class _Bare:
@@ -386,29 +506,6 @@ _UNRECORDED = (frozenset(vars(nn.Module())) | {"__class__", "__dict__", "forward
 }
 
 
-def _arguments(
-    forward: Callable[..., Any],
-) -> tuple[tuple[str, ...], dict[str, Any], inspect.Signature]:
-    """The tensor arguments, the other ones' values, and the signature without `self`."""
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    signature = inspect.Signature(parameters)
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [parameter for parameter in parameters if parameter.kind not in variadic]
-    tensors = tuple(p.name for p in named if p.default is inspect.Parameter.empty)
-    constants = {p.name: p.default for p in named if p.default is not inspect.Parameter.empty}
-    return tensors, constants, signature
-
-
-def _call_arguments(
-    signature: inspect.Signature, values: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    bound = inspect.BoundArguments(signature, OrderedDict())
-    for name in signature.parameters:
-        if name in values:
-            bound.arguments[name] = values[name]
-    return bound.args, bound.kwargs
-
-
 # ---- what must not change while a forward is traced -----------------------------------------
 
 
@@ -431,85 +528,123 @@ def _mode() -> tuple[Any, ...]:
     )
 
 
+class RandomState:
+    """The state of every generator that a forward may draw from without naming it."""
+
+    def __init__(self) -> None:
+        cuda = torch.cuda.default_generators  # empty until CUDA is used
+        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *cuda)]
+        self._numpy = sys.modules.get("numpy")  # for whoever has not imported it has not drawn
+        self._numpy_state = self._ask_numpy()
+        self._python_state = random.getstate()
+
+    def put_back(self) -> bool:
+        """Sets the generators back; returns whether that changed one."""
+        drawn = False
+        if random.getstate() != self._python_state:
+            drawn = True
+            random.setstate(self._python_state)
+        if self._ask_numpy() != self._numpy_state:
+            drawn = True
+            assert self._numpy is not None
+            self._numpy.random.set_state(pickle.loads(self._numpy_state))
+        for generator, state in self._torch:
+            if not torch.equal(generator.get_state(), state):
+                drawn = True
+                generator.set_state(state)
+        return drawn
+
+    def _ask_numpy(self) -> bytes:
+        # As bytes, because arrays have no one answer to ==.
+        return pickle.dumps(self._numpy and self._numpy.random.get_state(legacy=False))
+
+
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
     """Refuses a forward that drew a random number; the generators are put back."""
-    numpy = sys.modules.get("numpy")
-
-    def numpy_state() -> Any:
-        return numpy.random.get_state(legacy=False) if numpy else None
-
-    python_before, torch_before, numpy_before = (
-        random.getstate(),
-        torch.get_rng_state(),
-        numpy_state(),
-    )
+    before = RandomState()
     try:
         yield
     finally:
-        drawn = (
-            random.getstate() != python_before
-            or not torch.equal(torch.get_rng_state(), torch_before)
-            or repr(numpy_state()) != repr(numpy_before)
-        )
-        random.setstate(python_before)
-        torch.set_rng_state(torch_before)
-        if numpy:
-            numpy.random.set_state(numpy_before)
-        if drawn:  # whatever else went wrong
+        if before.put_back():  # whatever else went wrong
             raise Untraceable(Reason.RANDOM_NUMBER.because())
 
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Refuses a forward that changed an attribute; the attributes are put back."""
-    before = {m: {k: (v, _contents(v)) for k, v in vars(m).items()} for m in module.modules()}
+    before: dict[int, _Container] = {}
+    for submodule in module.modules():
+        _write_down(vars(submodule), "", before)
     try:
         yield
     finally:
-        changed = None
-        for submodule, state in before.items():
-            now = vars(submodule)
-            for name in [*state, *(name for name in now if name not in state)]:
-                value, contents = state.get(name, (MISSING, None))
-                if now.get(name, MISSING) is value and _same(_contents(value), contents):
-                    continue
-                changed = changed or name
-                if value is MISSING:
-                    del now[name]
-                    continue
-                now[name] = value
-                _put_back(value, contents)
+        changed = [name for container in before.values() for name in container.put_back()]
         if changed:  # whatever else went wrong
-            raise Untraceable(Reason.CHANGES_STATE.because(name=changed))
+            raise Untraceable(Reason.CHANGES_STATE.because(name=changed[0]))
 
 
-def _contents(value: Any) -> Any:
-    """A shallow copy of a container, to see later whether it was changed."""
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, (list, set)):
-        return list(value)
-    return None
+@dataclass
+class _Container:
+    """What a container held; `name` is the attribute that it is, or lies in."""
+
+    value: Any
+    name: str
+    items: list[Any]
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> _Container:
+        return cls(value, name, list(value.items() if isinstance(value, dict) else value))
+
+    def put_back(self) -> list[str]:
+        """Makes it what it was; returns the names of the attributes that had changed."""
+        now = _Container.of(self.value, self.name).items
+        if len(now) == len(self.items) and all(map(_alike, now, self.items)):
+            return []
+        if not isinstance(self.value, dict):
+            self.value.clear()
+            (self.value.update if isinstance(self.value, set) else self.value.extend)(self.items)
+            return [self.name]
+        before = dict(self.items)
+        changed = [key for key, value in now if before.get(key, MISSING) is not value]
+        changed += [key for key in before if key not in self.value]
+        # Key by key, because another thread may be reading the others.
+        for key in changed:
+            if key in before:
+                self.value[key] = before[key]
+            else:
+                del self.value[key]
+        if [*self.value] != [*before]:
+            for key in before:  # in the order that they had
+                self.value[key] = self.value.pop(key)
+        return [_attribute_name(self.name, key) for key in changed] or [self.name]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    return len(one) == len(other) and all(
-        a is b or (type(a) is type(b) is tuple and all(map(_is, a, b)))
-        for a, b in zip(one, other, strict=True)
-    )
+def _attribute_name(inside: str, key: Any) -> str:
+    """The attribute that an entry of a dict is or lies in."""
+    kinds = ("", "_parameters", "_buffers", "_modules")
+    return str(key) if inside in kinds else inside
 
 
-def _is(one: Any, other: Any) -> bool:
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two items are the same object, or two entries of a dict the same key and value."""
+    if type(one) is type(other) is tuple and len(one) == len(other) == 2:
+        return one[0] is other[0] and one[1] is other[1]
     return one is other
 
 
-def _put_back(value: Any, contents: Any) -> None:
-    if contents is not None:
-        value.clear()
-        (value.extend if isinstance(value, list) else value.update)(contents)
+def _write_down(value: Any, name: str, found: dict[int, _Container]) -> None:
+    """Keeps what a value, and every container in it, holds."""
+    if id(value) in found:
+        return
+    if isinstance(value, (dict, list, set, deque)):
+        found[id(value)] = _Container.of(value, name)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _write_down(item, _attribute_name(name, key), found)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in value:
+            _write_down(item, name, found)
 
 
 # ---- values that a guard can compare --------------------------------------------------------

@@ -503,7 +503,7 @@ def activate(activation: str, z: Tensor, params: tuple[float, ...] = ()) -> tupl
 def test_smooth_activations_are_exact_for_every_size_of_number(
     device: torch.device, activation: str
 ) -> None:
-    """In float32, against float64; on CUDA gelu's small results below -1 lose digits, as eager's."""
+    """Against float64; on CUDA gelu's small results below -1 lose digits, as eager's."""
     small = torch.logspace(-37, 0, 3000)
     z = torch.cat([small, -small, torch.linspace(-14, 14, 20_011), torch.linspace(-1.01, 1, 999)])
     if device.type == "cuda" and activation == "gelu":
