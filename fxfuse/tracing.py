@@ -387,10 +387,15 @@ class _Tracer(fx.Tracer):
                 object.__setattr__(module, "__class__", cls)
 
     def _recorder(self, cls: Any) -> type:
+        """A subclass that records what is read from the modules of the tree.
+
+        A container that the forward makes, such as a slice of a ModuleList, is of this class too
+        but not of the tree: it holds what the forward has read there.
+        """
         tracer = self
 
         def __getattribute__(self: Any, name: str) -> Any:
-            if name in _UNRECORDED or not tracer._hears():
+            if name in _UNRECORDED or not tracer._hears() or self not in tracer.names:
                 return cls.__getattribute__(self, name)
             if name == "_modules":
                 tracer.containers[self] = None
@@ -413,7 +418,7 @@ class _Tracer(fx.Tracer):
 
         def __getattr__(self: Any, name: str) -> Any:
             value = cls.__getattr__(self, name)
-            if tracer._hears():
+            if tracer._hears() and self in tracer.names:
                 state = self.__dict__
                 if name in state["_modules"]:
                     tracer.containers[self] = None

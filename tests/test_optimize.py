@@ -381,6 +381,27 @@ def test_parametrized_producers(norm: str) -> None:
     torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
+def test_a_slice_of_a_container_is_traced_through() -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+            self.norm = nn.GroupNorm(4, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for linear in self.linears[1:]:
+                x = linear(x)
+            return F.hardtanh(self.norm(x))
+
+    model = Sliced()
+    optimized = fxfuse.optimize(model)
+    assert fused(optimized) == 1
+    assert_same(model, optimized, inputs())
+    optimized.linears[2] = nn.Linear(12, 12)  # which the graph does not know
+    model.linears[2] = optimized.linears[2]
+    assert_same(model, optimized, inputs())
+
+
 def test_slices_and_clones_are_plain() -> None:
     optimized = fxfuse.optimize(sequential())
     part = optimized[:2]
