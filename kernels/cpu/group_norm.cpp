@@ -228,6 +228,7 @@ void cut(Work<A>* work, int64_t extent, int64_t chunk) {
 template <class A>
 void run_forward(const Work<A>& described, const Kernels<A>& kernels) {
   Work<A> work = described;
+  work.function = &kernels.function;
   const int64_t rows = work.batch * work.groups, size = work.channels / work.groups * work.spatial;
   if (work.layout == Layout::kPixels) {
     cut(&work, work.spatial, std::clamp<int64_t>(kPixelChunk / work.channels, 1, kMaxPixels));
@@ -427,7 +428,13 @@ void backward_in(const Backward& problem) {
   Work<A> work = describe<A>(problem);
   const int64_t rows = work.batch * work.groups, fold = work.channels / problem.channels;
   const Affine<A> weight(problem.weight, problem, 1, fold), bias(problem.bias, problem, 0, fold);
+  const Kernels<A>& chosen = kernels<A>(problem);
   const Scratch<A> coefficients(2 * rows);
+  // A caller who wants no dinput gives no memory for dz either.
+  const bool keeps_dz = chosen.function.grad != nullptr && problem.dinput == nullptr;
+  const Scratch<char> dz(keeps_dz ? size_in_bytes(problem) : 0);
+  work.function = &chosen.function;
+  work.dz = keeps_dz ? dz.data() : problem.dinput;
   work.weight = weight.data();
   work.bias = bias.data();
   // Only the forward kernels write to the statistics.
@@ -439,9 +446,9 @@ void backward_in(const Backward& problem) {
   work.offset = coefficients.data();
   work.slope = coefficients.data() + rows;
   if (work.layout == Layout::kElements) {
-    backward_of_elements(work, problem, kernels<A>(problem));
+    backward_of_elements(work, problem, chosen);
   } else {
-    backward_of_channels(work, problem, kernels<A>(problem));
+    backward_of_channels(work, problem, chosen);
   }
 }
 

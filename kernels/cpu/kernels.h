@@ -10,46 +10,60 @@ namespace {
 #include "gradient.h"
 // clang-format on
 
-// T is the type in memory.  Only the last three kernels are compiled for each activation.
-template <class T, template <class> class Activation>
-constexpr Kernels<Accumulate<T>> kTable = {
+// T is the type in memory.  Value and Grad are activations that are compiled into the loops.
+template <class T, template <class> class Value, template <class> class Grad = Value>
+constexpr Kernels<Accumulate<T>> kInlined = {
     statistics<T>,
     moments<T>,
     combine<Accumulate<T>>,
-    output<T, Activation<Vector<Accumulate<T>>>>,
-    sums<T, Activation<Vector<Accumulate<T>>>>,
-    dinput<T, Activation<Vector<Accumulate<T>>>>,
+    output<T, InlinedOutput<T, Value<Vector<Accumulate<T>>>>>,
+    sums<T, InlinedGradient<T, Grad<Vector<Accumulate<T>>>>>,
+    dinput<T, InlinedGradient<T, Grad<Vector<Accumulate<T>>>>>,
+    {},
+};
+
+// The others cost so much more than a load and a store that a call for a block of values is nothing
+// beside it: their loops are compiled once for all of them.
+template <class T, template <class> class Activation>
+constexpr Kernels<Accumulate<T>> kCalled = {
+    statistics<T>,
+    moments<T>,
+    combine<Accumulate<T>>,
+    output<T, CalledOutput<T>>,
+    sums<T, CalledGradient<T>>,
+    dinput<T, KeptGradient<T>>,
+    kFunction<Accumulate<T>, Activation<Vector<Accumulate<T>>>>,
 };
 
 template <class T>
 const Kernels<Accumulate<T>>& table(Activation activation) {
   switch (activation) {
     case kHardtanh:
-      return kTable<T, Hardtanh>;
+      return kInlined<T, Hardtanh>;
     case kClamp:
-      return kTable<T, Clamp>;
+      return kInlined<T, Hardtanh, Clamp>;
     case kOpenClamp:
-      return kTable<T, OpenClamp>;
+      return kInlined<T, Hardtanh, OpenClamp>;
     case kReLU:
-      return kTable<T, ReLU>;
+      return kInlined<T, ReLU>;
     case kSiLU:
-      return kTable<T, SiLU>;
+      return kCalled<T, SiLU>;
     case kSigmoid:
-      return kTable<T, Sigmoid>;
+      return kCalled<T, Sigmoid>;
     case kTanh:
-      return kTable<T, Tanh>;
+      return kCalled<T, Tanh>;
     case kGELU:
-      return kTable<T, GELU>;
+      return kCalled<T, GELU>;
     case kGELUTanh:
-      return kTable<T, GELUTanh>;
+      return kCalled<T, GELUTanh>;
     case kHardswish:
-      return kTable<T, Hardswish>;
+      return kCalled<T, Hardswish>;
     case kLeakyReLU:
-      return kTable<T, LeakyReLU>;
+      return kCalled<T, LeakyReLU>;
     case kIdentity:
       break;
   }
-  return kTable<T, Identity>;
+  return kInlined<T, Identity>;
 }
 }  // namespace
 

@@ -73,23 +73,31 @@ template <class A>
 class PerChannel {
  public:
   PerChannel(const Work<A>& work, const A* of_rows, const A* factor = nullptr)
-      : work_(work), of_rows_(of_rows), factor_(factor), values_(work.channels) {}
+      : work_(work), of_rows_(of_rows), factor_(factor), values_(work.channels + kWidth<A>) {}
 
   Varying<A> of_sample(int64_t n) {
-    if (n != sample_) repeat(n);
+    if (n != sample_) repeat(n, 0, work_.groups);
+    sample_ = n;
     return Varying<A>(values_.data());
   }
 
+  // From the first channel of group `first` of sample n on, up to group `last`.
+  Varying<A> of_groups(int64_t n, int64_t first, int64_t last) {
+    repeat(n, first, last);
+    return Varying<A>(values_.data() + first * (work_.channels / work_.groups));
+  }
+
  private:
-  void repeat(int64_t n) {
+  void repeat(int64_t n, int64_t first, int64_t last) {
     const int64_t size = work_.channels / work_.groups;
-    for (int64_t g = 0; g < work_.groups; ++g) {
-      const A value = of_rows_[n * work_.groups + g];
-      for (int64_t c = g * size; c < (g + 1) * size; ++c) {
-        values_[c] = factor_ == nullptr ? value : value * factor_[c];
-      }
+    A* to = values_.data();
+    for (int64_t g = first; g < last; ++g) {
+      // In whole vectors, the last of which the next group overwrites.
+      const Uniform<A> value(of_rows_[n * work_.groups + g]);
+      for (int64_t c = g * size; c < (g + 1) * size; c += kWidth<A>) store(to + c, value.value);
     }
-    sample_ = n;
+    if (factor_ == nullptr) return;
+    for (int64_t c = first * size; c < last * size; ++c) to[c] *= factor_[c];
   }
 
   const Work<A>& work_;
@@ -98,7 +106,7 @@ class PerChannel {
   int64_t sample_ = -1;
 };
 
-// The pixels of a sample.
+// The pixels of a sample, or some groups of a sample that is one pixel.
 template <class A>
 class PixelNormalization {
  public:
@@ -110,43 +118,144 @@ class PixelNormalization {
 
   auto of_sample(int64_t n) {
     return Normalization<Varying<A>, Varying<A>, Varying<A>>{
-        mean_.of_sample(n), mean_low_.of_sample(n), scale_.of_sample(n), bias_};
+        mean_.of_sample(n), mean_low_.of_sample(n), scale_.of_sample(n), Varying<A>(bias_)};
+  }
+
+  auto of_groups(int64_t n, int64_t first, int64_t last, int64_t size) {
+    return Normalization<Varying<A>, Varying<A>, Varying<A>>{
+        mean_.of_groups(n, first, last), mean_low_.of_groups(n, first, last),
+        scale_.of_groups(n, first, last), Varying<A>(bias_ + first * size)};
   }
 
  private:
   PerChannel<A> mean_, mean_low_, scale_;
-  Varying<A> bias_;
+  const A* bias_;
 };
 
-template <class T, class Normalization, class Activation>
-FXFUSE_INLINE void output_run(const T* x, T* y, int64_t length, Normalization normalization,
-                              Activation activation) {
-  for_vectors<Accumulate<T>>(length, [=](int64_t i, auto part) __attribute__((always_inline)) {
-    const auto z = normalization.z(normalization.centre(x, i, part), i, part);
-    store(y + i, activation.value(z), part);
-  });
+// ---- Activations -------------------------------------------------------------------------------
+
+template <class A, class Activation>
+void value_of(A* z, int64_t n, const double* params) {
+  const Activation activation(params);
+  for (int64_t i = 0; i < n; i += kWidth<A>) store(z + i, activation.value(load(z + i)));
 }
 
+template <class A, class Activation>
+void grad_of(const A* z, A* gradient, int64_t n, const double* params) {
+  const Activation activation(params);
+  for (int64_t i = 0; i < n; i += kWidth<A>) {
+    store(gradient + i, activation.grad(load(z + i), load(gradient + i)));
+  }
+}
+
+template <class A, class Activation>
+constexpr Function<A> kFunction = {value_of<A, Activation>, grad_of<A, Activation>};
+
+// Values for which a function is called, 2 KiB of float.
+constexpr int64_t kBlock = 512;
+
+// What writes the runs of the output, which come in the order of memory without a gap.
 template <class T, class Activation>
+class InlinedOutput {
+ public:
+  explicit InlinedOutput(const Work<Accumulate<T>>& work) : activation_(work.params) {}
+
+  template <class Normalization>
+  FXFUSE_INLINE void run(const T* x, T* y, int64_t length, Normalization normalization) {
+    for_vectors<Accumulate<T>>(
+        length, [=, activation = activation_](int64_t i, auto part) __attribute__((always_inline)) {
+          const auto z = normalization.z(normalization.centre(x, i, part), i, part);
+          store(y + i, activation.value(z), part);
+        });
+  }
+  void finish() {}
+
+ private:
+  Activation activation_;
+};
+
+// Collects the z of runs of any length, so that short ones share a call.
+template <class T>
+class CalledOutput {
+  using A = Accumulate<T>;
+
+ public:
+  explicit CalledOutput(const Work<A>& work) : work_(work) {}
+
+  template <class Normalization>
+  FXFUSE_INLINE void run(const T* x, T* y, int64_t length, Normalization normalization) {
+    for (int64_t start = 0; start < length;) {
+      if (count_ == kBlock) finish();
+      if (count_ == 0) y_ = y + start;
+      const int64_t n = min(length - start, kBlock - count_);
+      A* z = z_ + count_;
+      for_vectors<A>(n, [=](int64_t i, auto part) __attribute__((always_inline)) {
+        const auto centred = normalization.centre(x, start + i, part);
+        store(z + i, normalization.z(centred, start + i, part));
+      });
+      count_ += n;
+      start += n;
+    }
+  }
+
+  void finish() {
+    work_.function->value(z_, count_, work_.params);
+    for_vectors<A>(count_, [this](int64_t i, auto part) __attribute__((always_inline)) {
+      store(y_ + i, load(z_ + i), part);
+    });
+    count_ = 0;
+  }
+
+ private:
+  const Work<A>& work_;
+  T* y_ = nullptr;
+  int64_t count_ = 0;
+  alignas(64) A z_[kBlock + kWidth<A>];  // whole vectors are stored
+};
+
+// ---- Layouts -----------------------------------------------------------------------------------
+
+template <class T, class Output>
 void output_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
-  const Activation activation(work.params);
+  Output out(work);
   PixelNormalization<Accumulate<T>> normalizations(work);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t n = item / work.chunks, start = item % work.chunks * work.chunk;
     const auto normalization = normalizations.of_sample(n);
     for (int64_t i = start; i < min(start + work.chunk, work.spatial); ++i) {
       const int64_t offset = (n * work.spatial + i) * work.channels;
-      output_run(static_cast<const T*>(work.input) + offset, static_cast<T*>(work.output) + offset,
-                 work.channels, normalization, activation);
+      out.run(static_cast<const T*>(work.input) + offset, static_cast<T*>(work.output) + offset,
+              work.channels, normalization);
     }
   }
+  out.finish();
 }
 
-template <class T, class Activation>
+// kElements, rows shorter than a vector: the neighbours of a sample as one run.
+template <class T, class Output>
+void output_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
+  const int64_t size = work.channels / work.groups;
+  Output out(work);
+  PixelNormalization<Accumulate<T>> normalizations(work);
+  for (int64_t row = begin; row < end;) {
+    const int64_t n = row / work.groups, first = row % work.groups;
+    const int64_t last = min(work.groups, first + end - row);
+    out.run(static_cast<const T*>(work.input) + row * size,
+            static_cast<T*>(work.output) + row * size, (last - first) * size,
+            normalizations.of_groups(n, first, last, size));
+    row += last - first;
+  }
+  out.finish();
+}
+
+template <class T, class Output>
 void output(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
-  if (work.layout == Layout::kPixels) return output_of_pixels<T, Activation>(work, begin, end);
-  const Activation activation(work.params);
+  if (work.layout == Layout::kPixels) return output_of_pixels<T, Output>(work, begin, end);
   const int64_t size = work.channels / work.groups, spatial = work.spatial;
+  if (work.layout == Layout::kElements && size < kWidth<Accumulate<T>>) {
+    return output_of_short_rows<T, Output>(work, begin, end);
+  }
+  Output out(work);
   Counter chunk(begin, work.chunks), group(chunk.outer, work.groups);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t row = chunk.outer, first = group.inner * size;  // channel
@@ -154,17 +263,17 @@ void output(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(work.input) + row * work.extent;
     T* y = static_cast<T*>(work.output) + row * work.extent;
     if (work.layout == Layout::kElements) {
-      output_run(x + start, y + start, stop - start, of_elements(work, row, first + start),
-                 activation);
+      out.run(x + start, y + start, stop - start, of_elements(work, row, first + start));
     } else {
       int64_t c = start / spatial;
       for (int64_t i = start; i < stop; ++c) {
         const int64_t length = min((c + 1) * spatial, stop) - i;
-        output_run(x + i, y + i, length, of_run(work, row, first + c), activation);
+        out.run(x + i, y + i, length, of_run(work, row, first + c));
         i += length;
       }
     }
     chunk.next();
     if (chunk.inner == 0) group.next();
   }
+  out.finish();
 }

@@ -79,9 +79,55 @@ FXFUSE_INLINE void save_statistics(const Work<A>& work, int64_t row, double pivo
   work.rstd[row] = static_cast<A>(1 / __builtin_sqrt(variance + work.eps));
 }
 
+// Rows of at most this many values are done kWidth at a time, for the sake of the sums over lanes:
+// of one row after the other they take longer than all the rest.
+constexpr int64_t kShortRow = 128;
+
+template <class T>
+void statistics_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
+  using A = Accumulate<T>;
+  using V = Vector<A>;
+  constexpr int64_t w = kWidth<A>;
+  const int64_t size = work.channels / work.groups * work.spatial;
+  const double inverse_size = 1. / size;
+  for (int64_t start = begin; start < end; start += w) {
+    const int64_t last = min(end - start, w) - 1;  // stands for those that are missing
+    const T* x = static_cast<const T*>(work.input) + start * size;
+    V sum[w], square[w];
+    for (int64_t r = 0; r < w; ++r) {
+      V s = {};
+      for_vectors<A>(size, [&, row = x + min(r, last) * size](int64_t i, auto part)
+                               __attribute__((always_inline)) { s += load(row + i, part); });
+      sum[r] = s;
+    }
+    const V means = sum_rows<A>(sum) * static_cast<A>(inverse_size);
+    alignas(64) A mean[w], d[w], q[w];
+    store(mean, means);
+    for (int64_t r = 0; r < w; ++r) {
+      V difference = {}, squares = {};
+      for_vectors<A>(size, [&, row = x + min(r, last) * size](int64_t i, auto part)
+                               __attribute__((always_inline)) {
+                                 const V v = keep<A>(load(row + i, part) - mean[r], part);
+                                 difference += v;
+                                 squares += v * v;
+                               });
+      sum[r] = difference;
+      square[r] = squares;
+    }
+    store(d, sum_rows<A>(sum));
+    store(q, sum_rows<A>(square));
+    for (int64_t r = 0; r <= last; ++r) {
+      const double pivot = row_pivot(work, start + r), lost = d[r];
+      save_statistics(work, start + r, pivot, (mean[r] - pivot) + lost * inverse_size,
+                      (q[r] - lost * lost * inverse_size) * inverse_size);
+    }
+  }
+}
+
 template <class T>
 void statistics(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   const int64_t size = work.channels / work.groups * work.spatial, first = min(size, kChunk);
+  if (size <= kShortRow) return statistics_of_short_rows<T>(work, begin, end);
   const double inverse_first = 1. / first, inverse_size = 1. / size;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(work.input) + row * size;

@@ -42,8 +42,11 @@ struct Counter {
 // ---- What activation.h needs -------------------------------------------------------------------
 
 template <class V>
+using Scalar = __typeof__(V{}[0] + 0);
+
+template <class V>
 FXFUSE_INLINE V broadcast(double value) {
-  return static_cast<__typeof__(V{}[0] + 0)>(value) - V{};  // x - 0 is x, -0 too
+  return static_cast<Scalar<V>>(value) - V{};  // x - 0 is x, -0 too
 }
 
 template <class Mask, class V>
@@ -144,71 +147,21 @@ FXFUSE_INLINE Vector<double> hyperbolic_tangent(Vector<double> z) {
   return hyperbolic_tangent_of<double>(z);
 }
 
-// The upper tail of the normal distribution is e^(-t^2 / 2) q P(u) for t >= 0, where q = 1 / (t +
-// K) and u = a - b q runs over [-1, 1] while t goes from 0 to T, beyond which the tail is 0 in A.
-// The polynomial interpolates in Chebyshev's nodes; for the idea see M. M. Shepherd and J. G.
-// Laframboise, "Chebyshev approximation of (1 + 2x) exp(x^2) erfc x in 0 <= x < oo", Math. Comp. 36
-// (1981).
-template <class A>
-struct NormalTail;
-template <>
-struct NormalTail<float> {  // relative error of q P(u): 1.3e-8
-  static constexpr float kShift = 3.5f, kA = 1.4827586f, kB = 8.6896552f, kEnd = 14.5f;
-  static constexpr int32_t kHighBits = ~0xfff;  // 12 of a float's 24: their square is exact
-  static constexpr float kCoefficients[] = {
-      0x1.bc001ap-1f, -0x1.217976p-1f,  0x1.00d8b2p-2f,   -0x1.0f4944p-4f, 0x1.04ff4cp-8f,
-      0x1.ad5d4ep-9f, -0x1.2fd24ep-11f, -0x1.d3cdf2p-13f, 0x1.50517cp-15f, 0x1.1ed72ep-16f,
-  };
-};
-template <>
-struct NormalTail<double> {  // relative error of q P(u): 2.4e-17
-  static constexpr double kShift = 5, kA = 1.2564102564102564, kB = 11.282051282051283, kEnd = 39;
-  static constexpr int64_t kHighBits = ~0x7ffffff;  // 26 of a double's 53
-  static constexpr double kCoefficients[] = {
-      0x1.b410aa4371b2cp-1,   -0x1.6707186ca2d97p-1, 0x1.ef9b0c175bfc6p-2,   -0x1.1bdf28be2181dp-2,
-      0x1.07842bcdd870dp-3,   -0x1.789c3a7431dd6p-5, 0x1.6a971e4b6f562p-7,   -0x1.c45428dd20015p-11,
-      -0x1.12e943941b2f3p-11, 0x1.953a42744aa2ap-13, 0x1.2c0da7598484ep-18,  -0x1.2accbb4d0f651p-16,
-      0x1.f2525850ca607p-20,  0x1.a945ad8cb8a2cp-20, -0x1.3cb67404d85c4p-22, -0x1.58452a17d5317p-23,
-      0x1.297145c63966bp-25,  0x1.41d6577606368p-26, -0x1.cc3e5cf9a04b6p-29, -0x1.2c6a9119aee50p-29,
-      0x1.c90eb6c90c6c6p-33,  0x1.77d2d932c63bap-33,
-  };
-};
-
-template <class A, int k = 0>
-FXFUSE_INLINE Vector<A> normal_tail_polynomial(Vector<A> u) {
-  constexpr int kDegree = sizeof(NormalTail<A>::kCoefficients) / sizeof(A) - 1;
-  if constexpr (k == kDegree) {
-    return NormalTail<A>::kCoefficients[k] - Vector<A>{};
-  } else {
-    return normal_tail_polynomial<A, k + 1>(u) * u + NormalTail<A>::kCoefficients[k];
-  }
-}
-
 // e^(-z^2 / 2).  The exponent is rounded to half of its digits, and what that lost is added to r:
 // an error of half an ulp in an exponent of 80 would be one of 40 ulp in the result.
 template <class A>
-FXFUSE_INLINE Vector<A> bell(Vector<A> z) {
-  z = clamped<A>(z, NormalTail<A>::kEnd);
-  const Vector<A> high = (Vector<A>)((Integers<A>)z & NormalTail<A>::kHighBits);
+FXFUSE_INLINE Vector<A> bell_of(Vector<A> z) {
+  constexpr bool kSingle = sizeof(A) == 4;
+  z = clamped<A>(z, kSingle ? 14.5f : 39);  // beyond it the result is 0
+  constexpr int kLowBits = kSingle ? 12 : 27;
+  const Vector<A> high =
+      (Vector<A>)((Integers<A>)z >> kLowBits << kLowBits);  // has an exact square
   Reduced<A> reduced(high * high * static_cast<A>(-0.5));
   reduced.r += (high - z) * (high + z) * static_cast<A>(0.5);
   return scaled<A>(taylor<A>(reduced.r), reduced.n);
 }
-
-template <class A>
-FXFUSE_INLINE Vector<A> normal_cdf_of(Vector<A> z) {
-  using N = NormalTail<A>;
-  const Vector<A> t = clamped<A>(z < Vector<A>{} ? -z : z, N::kEnd);
-  const Vector<A> q = 1 / (t + N::kShift);
-  const Vector<A> tail = bell<A>(z) * (q * normal_tail_polynomial<A>(N::kA - N::kB * q));
-  return z < Vector<A>{} ? tail : 1 - tail;
-}
-FXFUSE_INLINE Vector<float> normal_cdf(Vector<float> z) { return normal_cdf_of<float>(z); }
-FXFUSE_INLINE Vector<double> normal_cdf(Vector<double> z) { return normal_cdf_of<double>(z); }
-FXFUSE_INLINE Vector<float> normal_density(Vector<float> z) { return bell<float>(z) * 0.39894228f; }
-FXFUSE_INLINE Vector<double> normal_density(Vector<double> z) {
-  return bell<double>(z) * 0.3989422804014327;
-}
+FXFUSE_INLINE Vector<float> bell(Vector<float> z) { return bell_of<float>(z); }
+FXFUSE_INLINE Vector<double> bell(Vector<double> z) { return bell_of<double>(z); }
 
 // ---- Types in memory ---------------------------------------------------------------------------
 
@@ -434,6 +387,37 @@ struct LaneSum {
 template <class A>
 FXFUSE_INLINE A sum_lanes(Vector<A> v) {
   return LaneSum<A, FXFUSE_VECTOR_BYTES>::of(v);
+}
+
+#if defined(__clang__)
+template <class A, int kHalf, int kFirst, int... kLanes>
+FXFUSE_INLINE Vector<A> halves(Vector<A> a, Vector<A> b, std::integer_sequence<int, kLanes...>) {
+  return __builtin_shufflevector(a, b, (kLanes / kHalf * 2 * kHalf + kLanes % kHalf + kFirst)...);
+}
+#endif
+
+// The low (kFirst = 0) or high (kFirst = kHalf) halves of all segments of 2 * kHalf lanes of a,
+// then of b.
+template <class A, int kHalf, int kFirst>
+FXFUSE_INLINE Vector<A> halves(Vector<A> a, Vector<A> b) {
+#if defined(__clang__)
+  return halves<A, kHalf, kFirst>(a, b, std::make_integer_sequence<int, kWidth<A>>{});
+#else
+  Integers<A> lanes;
+  for (int i = 0; i < kWidth<A>; ++i) lanes[i] = i / kHalf * 2 * kHalf + i % kHalf + kFirst;
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
+// sum_lanes of each of kWidth vectors, which are overwritten, as the lanes of one.
+template <class A, int kHalf = kWidth<A> / 2>
+FXFUSE_INLINE Vector<A> sum_rows(Vector<A>* rows) {
+  for (int i = 0; i < kHalf; ++i) {
+    const Vector<A> a = rows[2 * i], b = rows[2 * i + 1];
+    rows[i] = halves<A, kHalf, 0>(a, b) + halves<A, kHalf, kHalf>(a, b);
+  }
+  if constexpr (kHalf > 1) return sum_rows<A, kHalf / 2>(rows);
+  return rows[0];
 }
 
 // Keeps the compiler from making a product part of a fused multiply-add.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "../group_norm.h"
 
@@ -25,6 +26,15 @@ struct Sums {
   double dz, dz_x_hat;  // of dz, and of dz * (x - mean) * rstd
 };
 
+// An activation that is called for a block of values in memory: n of them, and room up to the next
+// multiple of a vector.
+template <class A>
+struct Function {
+  void (*value)(A* z, int64_t n, const double* params);  // replaces z by f(z)
+  // Replaces the gradient for f(z) by that for z.
+  void (*grad)(const A* z, A* gradient, int64_t n, const double* params);
+};
+
 // A is the accumulate type.  With scale = weight * rstd, z = (x - mean) * scale + bias and
 // dz = grad_output * f'(z), the gradient is
 //   dinput = dz * scale - offset - (x - mean) * slope,
@@ -36,6 +46,7 @@ struct Work {
   int64_t batch, channels, groups, spatial;
   double eps;
   double params[2];
+  const Function<A>* function;  // null for an activation that is compiled into the kernels
   const void* input;
   const A* weight;  // (channels), never null
   const A* bias;
@@ -49,6 +60,9 @@ struct Work {
   // Backward.
   const void* grad_output;
   void* dinput;
+  // dz of an activation that is called, in the type of dinput, whose memory it may share: the sums
+  // write it, dinput reads it.
+  void* dz;
   A *offset, *slope;  // (rows)
   // Parts of the affine gradients, added up in A.  kElements: (slices, channels), a slice being
   // `slice` samples, or null where not asked for.  kPixels: (batch, chunks, channels), dweight
@@ -71,7 +85,8 @@ struct Kernels {
   // kElements: rows; adds to dweight and dbias, sets offset and slope.  kRuns: the channels of each
   // sample; sets sums.  kPixels: chunks; sets dweight and dbias.
   Kernel<A> sums;
-  Kernel<A> dinput;  // the same items
+  Kernel<A> dinput;      // the same items
+  Function<A> function;  // null, or what `output` and `sums` want to find in Work
 };
 
 // The values of a row whose mean and squares are added up from L1 (16 KiB of float).

@@ -7,6 +7,9 @@
 namespace fxfuse::cuda {
 
 template <class V>
+using Scalar = V;
+
+template <class V>
 FXFUSE_INLINE V broadcast(double value) {
   return static_cast<V>(value);
 }
@@ -20,11 +23,8 @@ FXFUSE_INLINE float exponential(float value) { return expf(value); }
 FXFUSE_INLINE double exponential(double value) { return exp(value); }
 FXFUSE_INLINE float hyperbolic_tangent(float value) { return tanhf(value); }
 FXFUSE_INLINE double hyperbolic_tangent(double value) { return tanh(value); }
-// By erf, as torch has it: below -1 its error is relative to 1, and half the work of erfc.
-FXFUSE_INLINE float normal_cdf(float z) { return 0.5f * erff(z * 0.70710678f) + 0.5f; }
-FXFUSE_INLINE double normal_cdf(double z) { return 0.5 * erf(z * 0.70710678118654752) + 0.5; }
-FXFUSE_INLINE float normal_density(float z) { return 0.39894228f * expf(-0.5f * z * z); }
-FXFUSE_INLINE double normal_density(double z) { return 0.3989422804014327 * exp(-0.5 * z * z); }
+FXFUSE_INLINE float bell(float z) { return expf(-0.5f * z * z); }
+FXFUSE_INLINE double bell(double z) { return exp(-0.5 * z * z); }
 
 #include "../activation.h"
 
