@@ -29,8 +29,9 @@ namespace {
 // A channel shorter than this is folded: each of its values becomes a channel, with its own copy of
 // weight and bias, so that a row is one run of full vectors.
 constexpr int64_t kFold = 16;
-// Values that a thread must have before a second one pays.
-constexpr int64_t kGrain = 32768;
+// Values that a thread must have before a second one pays, and what an item costs beside its
+// values. 2048 rows of 3 float take 22.8 us on one thread, 12.6 on two (EPYC, Zen 5, 2026-11-30).
+constexpr int64_t kGrain = 32768, kItem = 64;
 // Units that each thread must have for one thread to do all steps of a unit.
 constexpr int64_t kUnitsPerThread = 4;
 // Values in a chunk of pixels, so that its second pass runs from L2, and the most pixels in one: a
@@ -171,7 +172,7 @@ struct Step {
   Kernel<A> kernel;
 };
 
-int64_t grain(int64_t values) { return std::max<int64_t>(1, kGrain / values); }
+int64_t grain(int64_t values) { return std::max<int64_t>(1, kGrain / (values + kItem)); }
 
 // Runs the steps in order for each of `units` units.  Where each thread gets enough units it does
 // all steps of one, or of several short ones, while their values are in its cache; else the threads
@@ -369,7 +370,8 @@ void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A
       kernels.dinput(work, n * work.groups + first, n * work.groups + last);
     }
   };
-  at::parallel_for(0, slices * work.groups, grain(2 * size * std::min(work.batch, kSlice)),
+  at::parallel_for(0, slices * work.groups,
+                   grain((2 * size + kItem) * std::min(work.batch, kSlice)),
                    [&](int64_t begin, int64_t end) {
                      while (begin < end) {
                        const int64_t slice = begin / work.groups, first = begin % work.groups;
