@@ -155,6 +155,19 @@ def test_a_wrong_gradient_is_undone_in_training(
         assert codes(optimized)["norm GroupNorm(4, 12)"] == code
 
 
+def test_a_gradient_that_is_wrong_on_the_bounds_alone(
+    monkeypatch: pytest.MonkeyPatch, never_slower: None
+) -> None:
+    @functools.wraps(OPERATOR)
+    def leaking(input: Tensor, groups: int, *args: Any, **kwargs: Any) -> Tensor:
+        y = OPERATOR(input, groups, *args, **kwargs)
+        return y + (input - input.detach()) * (y.abs() == 0.5) if groups == 4 else y
+
+    monkeypatch.setattr(ops, "group_norm_activation", leaking)
+    optimized = fxfuse.optimize(Two(), example_inputs=x(), verify=True)
+    assert codes(optimized) == {"norm GroupNorm(4, 12)": "inaccurate", " GroupNorm(3)": "fused"}
+
+
 @pytest.mark.usefixtures("never_slower")
 def test_verification_changes_nothing_else() -> None:
     class Model(nn.Module):
@@ -286,13 +299,15 @@ def test_times_take_turns_and_leave_a_margin() -> None:
     assert not verify._times(wait(0.02), wait(0.02), cpu)[2]
 
 
-def test_a_disturbed_round_does_not_undo_a_site() -> None:
+def test_disturbed_rounds_do_not_undo_a_site() -> None:
     calls = iter(range(10**6))
 
     def ours() -> None:
-        time.sleep(0.02 if next(calls) % 4 == 0 else 0.002)
+        time.sleep(0.001 if next(calls) % 5 < 2 else 0.012)  # slower in the median
 
-    assert not verify._times(ours, lambda: time.sleep(0.003), torch.device("cpu"))[2]
+    ours_s, eager_s, slower = verify._times(ours, lambda: time.sleep(0.006), torch.device("cpu"))
+    assert ours_s > 1.1 * eager_s
+    assert not slower
 
 
 @pytest.mark.usefixtures("never_slower")
