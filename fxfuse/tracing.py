@@ -11,6 +11,7 @@ The module's children are leaves: their calls are nodes, whatever they do inside
 from __future__ import annotations
 
 import contextlib
+import dis
 import enum
 import functools
 import pickle
@@ -108,6 +109,13 @@ def _is_library(frame: types.FrameType) -> bool:
     return name == "torch" or name.startswith(("torch.", "fxfuse."))
 
 
+@functools.lru_cache(maxsize=1024)
+def _asks(code: types.CodeType) -> bool:
+    """Whether a function may ask for the type of a value."""
+    names = {"isinstance", "__class__"}.intersection(code.co_names)
+    return bool(names) or any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
+
+
 # ---- proxies --------------------------------------------------------------------------------
 
 
@@ -118,11 +126,16 @@ class _Value(fx.Proxy):
         error = "it asks for the size, the type or the value of something computed"
         raise cast(_Tracer, self.tracer).refused(Reason.UNTRACEABLE.because(error=error))
 
-    __len__ = __int__ = __float__ = __complex__ = __index__ = _asked
+    # Not __index__: torch's functions would ask, instead of taking it for a node.
+    __len__ = __int__ = __float__ = __complex__ = _asked
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self) if _is_library(sys._getframe(1)) else self._asked()
+        frame = sys._getframe(1)
+        if frame.f_code is torch.is_tensor.__code__:
+            return self._asked()
+        # torch's C++ code asks about its arguments in the name of whoever calls it.
+        return type(self) if _is_library(frame) or not _asks(frame.f_code) else self._asked()
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         return _Attribute(self, name)

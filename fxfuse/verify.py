@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse import rewrite, tracing
-from fxfuse.rewrite import Check, Match, Reason, Refusal, Site
+from fxfuse.rewrite import Check, Match, Part, Reason, Refusal, Site
 
 Record = Callable[[Site, Check | Refusal], None]
 """Gets the result of a site's comparison: what was measured, or what speaks against it."""
@@ -195,6 +195,16 @@ def _run(
     return node.target(*args, **kwargs)
 
 
+def _run_part(
+    part: Part, values: dict[fx.Node, Any], module: Callable[[str], Callable[..., Any]]
+) -> Any:
+    values = dict(values)
+    for node in part.inner:
+        values[node] = _run(node, values, module)
+    result = _run(part.node, values, module)
+    return result if part.index is None else result[part.index]
+
+
 _Judgement = tuple[float, float, bool]
 """The error of ours, the error of eager, and whether ours is allowed."""
 
@@ -218,7 +228,7 @@ class _Reference:
                 assert part.input is not None
                 if steps:
                     local[part.input] = steps[-1].clone()  # it may be written to
-                steps.append(_run(part.node, local, self._module(comparison.root)))
+                steps.append(_run_part(part, local, self._module(comparison.root)))
         self.result: Tensor = steps[-1]
         self.normalised: Tensor = steps[0]
         self.rest = comparison.match.parts[1:]
@@ -302,7 +312,8 @@ class _Reference:
     def _rest(self, comparison: _Comparison, local: dict[fx.Node, Any], z: Tensor) -> Tensor:
         for part in self.rest:
             assert part.input is not None
-            z = _run(part.node, {**local, part.input: z.clone()}, self._module(comparison.root))
+            values = {**local, part.input: z.clone()}
+            z = _run_part(part, values, self._module(comparison.root))
         return z
 
     def _grouped(self, t: Tensor) -> Tensor:

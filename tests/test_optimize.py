@@ -481,6 +481,21 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
         return self[name]
 
 
+def test_sizes_that_the_forward_computes_with() -> None:
+    class Model(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            y = self.act(self.norm(self.linear(x)))
+            n, c = y.shape
+            y = torch.narrow(y, 1, 0, c // 2).reshape(n, 2, -1)
+            return torch.reshape(y, (n, c // 2)) * y.size(0)
+
+    model = Model()
+    optimized = fxfuse.optimize(model)
+    for x in (inputs(), inputs(3, 12)):
+        assert runs(optimized, x)
+        torch.testing.assert_close(optimized(x), model(x))
+
+
 def test_what_is_a_tensor_says_so() -> None:
     class Model(Block):
         def forward(self, x: Any, scale: Any = None) -> Tensor:
@@ -1336,6 +1351,21 @@ class ReplacesAParameter(Block):
         return self.act(self.norm(self.linear(x)))
 
 
+class AsksWhetherItIsATensor(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.act(self.norm(self.linear(x)))
+        return y if torch.is_tensor(y) else y * 2
+
+
+class Matches(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        match self.act(self.norm(self.linear(x))):
+            case Tensor() as y:
+                return y
+            case _:
+                return x
+
+
 class AsksTheTypeOfASize(Block):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y = self.act(self.norm(self.linear(x)))
@@ -1385,6 +1415,8 @@ REFUSED = [
     (GrowsAModule, "changes_state"),
     (NestedCache, "changes_state"),
     (ReplacesAParameter, "changes_state"),
+    (AsksWhetherItIsATensor, "untraceable"),
+    (Matches, "untraceable"),
     (AsksTheTypeOfASize, "untraceable"),
     (AsksTheRank, "untraceable"),
     (Iterates, "untraceable"),

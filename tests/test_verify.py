@@ -217,6 +217,21 @@ def test_chains_across_boundaries_in_every_dtype(
 
 
 @pytest.mark.usefixtures("never_slower")
+@pytest.mark.parametrize("training", [True, False])
+def test_an_activation_of_several_nodes(training: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.group_norm(x, 4)
+            y = F.group_norm(y * torch.sigmoid(y), 3)
+            return F.gelu(y, approximate="tanh")
+
+    optimized = fxfuse.optimize(Model().train(training), example_inputs=x(), verify=True)
+    report = fxfuse.report(optimized)
+    assert report.fused == 2, report
+    assert all(site.check is not None for site in report.sites)
+
+
+@pytest.mark.usefixtures("never_slower")
 def test_sites_that_the_inputs_do_not_reach() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
