@@ -457,8 +457,11 @@ def _arguments(
     activation: _Activation = match.parts[1].data
     kwargs: dict[str, Any] = {}
     for name, value in (("weight", norm.weight), ("bias", norm.bias)):
-        if value is not None:
-            kwargs[name] = graph.get_attr(value.path) if isinstance(value, Attribute) else value
+        if isinstance(value, Attribute):
+            # Not graph.get_attr: it looks the path up for a warning, which lint does as well.
+            kwargs[name] = graph.create_node("get_attr", value.path)
+        elif value is not None:
+            kwargs[name] = value
     if norm.eps != 1e-5:
         kwargs["eps"] = norm.eps
     kwargs["activation"] = activation.name

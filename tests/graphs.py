@@ -480,9 +480,15 @@ class NearMiss(Model):
 
 
 class Miss(nn.Module):
-    """A norm and an activation that may not become one."""
+    """A norm and an activation that may not become one.
+
+    Attributes:
+        codes: The reason code of each norm.
+        dialects: Those whose graphs have what keeps them apart; None for all.
+    """
 
     codes: tuple[str, ...]
+    dialects: tuple[str, ...] | None = None
 
     def __init__(self, norm: nn.Module, activation: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -525,6 +531,7 @@ class AlsoInAList(Miss):
 
 class AlsoAskedForStrides(Miss):
     codes = ("other_reader",)
+    dialects = ("symbolic_trace",)  # in the others it is a number
 
     def after(self, y: Tensor, x: Tensor) -> Any:
         stride = y.stride(0)
@@ -648,6 +655,7 @@ class NotAnActivation(Miss):
 
 class Dropped(Miss):
     codes = ("dropout",)
+    dialects = ("symbolic_trace", "dynamo", "export")  # the others know that it does not drop
 
     def after(self, y: Tensor, x: Tensor) -> Any:
         return self.activation(F.dropout(y, 0.5, training=self.training))
@@ -812,10 +820,6 @@ DIALECTS: dict[str, Callable[[nn.Module, Tensor], Captured]] = {
     "make_fx": _make_fx,
     "aot": _aot,
 }
-
-
-# In these a dropout is a call, whether it drops or not.
-UNDECOMPOSED = ("symbolic_trace", "dynamo", "export")
 
 
 class Spellings(nn.Module):
