@@ -1,9 +1,10 @@
 """What a rewritten module keeps: its graphs, when each may run, and what became of its norms.
 
-A graph is for one pattern of arguments (see `guards.Arguments`) and one training mode.  `optimize`
-learns the usual pattern; the others are learned when a call first has them, if it is a good moment
-to trace, and a trace that fails is not tried again.  What a plan refuses, because it was excluded
-or found wrong or slower, it refuses in every graph.
+A graph is for one pattern of arguments (see `guards.Arguments`), one training mode, and, where the
+forward asks torch for its modes, such as whether gradients are enabled, for one set of answers.
+`optimize` learns the usual pattern; the others are learned when a call first has them, if it is a
+good moment to trace, and a trace that fails is not tried again.  What a plan refuses, because it
+was excluded or found wrong or slower, it refuses in every graph.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from fxfuse import boundaries, guards, ops, patterns, rewrite, tracing, verify
 from fxfuse.rewrite import Check, Reason, Refusal, Site
 from fxfuse.tracing import Untraceable
+
+Situation = tuple[str, tuple[Any, ...]]
+"""What a graph is for beside the training mode: a pattern of arguments, and answers of torch."""
 
 Key = tuple[str, "str | None"]
 """A norm from one trace to the next: its path, and its line where it is not a module."""
@@ -102,8 +106,9 @@ class Plan:
     """What the instance of a rewritten module keeps: its graphs, and what became of its norms.
 
     Attributes:
-        graphs: For eval mode and for training, by the pattern of the arguments; None where the
-            original forward runs.
+        graphs: For eval mode and for training, by the situation; None where the original forward
+            runs.
+        questions: What the forward asks torch: functions and their arguments.
         hopeful: Whether calls of further patterns may have something to fuse that none has so far.
         checks: What was measured, or what speaks against a site, where that was asked for.
     """
@@ -122,7 +127,8 @@ class Plan:
         self.refused = refused
         self.own_graphs = own_graphs
         self.training = bool(module.training)
-        self.graphs: tuple[dict[str, Variant | None], ...] = ({}, {})
+        self.graphs: tuple[dict[Situation, Variant | None], ...] = ({}, {})
+        self.questions: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.patterns: list[str] = []
         self.outcomes: list[Outcome] = []
         self.checks: dict[Key, Check | Refusal] | None = None  # None until asked for
@@ -144,21 +150,26 @@ class Plan:
             return None
         pattern, values = call
         graphs = self.graphs[1 if module.training else 0]
-        if pattern not in graphs:
+        situation = self.situation(pattern)
+        if situation not in graphs:
             if torch.compiler.is_compiling():
                 return None
             self._meet(module, pattern)
-        variant = graphs.get(pattern)
+        variant = graphs.get(situation)
         if variant is None or not variant.guards.hold(module):
             return None
         return variant.run, values
+
+    def situation(self, pattern: str) -> Situation:
+        """The situation of a call of a pattern that comes now."""
+        return pattern, tuple([function(*args) for function, args in self.questions])
 
     def _meet(self, module: nn.Module, pattern: str) -> None:
         """Traces what a call is the first to need, unless this is no time for it."""
         if not _may_trace_now():
             return
         with tracing.lock:
-            if pattern not in self.graphs[bool(module.training)]:
+            if self.situation(pattern) not in self.graphs[bool(module.training)]:
                 self.learn(module, pattern)
 
     # -- what fills it --
@@ -193,7 +204,7 @@ class Plan:
     ) -> list[_Learned]:
         """Learns a pattern in the mode that a module is in, and in the other if that differs."""
         learned = [self.learn(module, pattern, bounds)]
-        if pattern not in self.graphs[not module.training]:
+        if self.situation(pattern) not in self.graphs[not module.training]:
             before = {m: m.training for m in module.modules()}
             try:
                 for m in before:
@@ -217,7 +228,7 @@ class Plan:
     ) -> _Learned:
         """Traces a module for calls of a pattern, in the mode that it is in."""
         mode = bool(module.training)
-        self.graphs[mode][pattern] = None
+        self.graphs[mode][self.situation(pattern)] = None
         is_call = guards.TENSOR in pattern and guards.OTHER not in pattern
         if pattern not in self.patterns:
             if not is_call or len(self.patterns) == self.limit:
@@ -228,9 +239,12 @@ class Plan:
         try:
             bounds = bounds or self._boundaries()
             trace = bounds.trace(module, pattern)
+            self._note_questions(trace)
+            situation = self.situation(pattern)
+            self.graphs[mode][situation] = None
             sites = rewrite.apply(trace.graph, module, bounds.table, judge=self._judge(module))
             if any(site.match for site in sites):
-                self.graphs[mode][pattern] = Variant.of(module, trace, sites)
+                self.graphs[mode][situation] = Variant.of(module, trace, sites)
         except Untraceable as error:
             outcome.refusal = error.refusal
             return outcome, None
@@ -240,8 +254,14 @@ class Plan:
         norms = (dataclasses.replace(s, match=None) for s in sites if self._is_norm(s))
         outcome.sites = numbered(module, norms)
         if not trace.reads_mode:
-            self.graphs[not mode][pattern] = self.graphs[mode][pattern]
+            self.graphs[not mode][situation] = self.graphs[mode][situation]
         return outcome, trace
+
+    def _note_questions(self, trace: tracing.Trace) -> None:
+        asked = (g for g in trace.guards if isinstance(g, guards.Query))
+        for question in dict.fromkeys((query.function, query.args) for query in asked):
+            if question not in self.questions:
+                self.questions.append(question)
 
     def _boundaries(self) -> boundaries.Boundaries:
         return boundaries.Boundaries(patterns.fusions(self.channels_last))
@@ -305,9 +325,9 @@ class Plan:
             if (call := self.arguments.bind(*args, **kwargs)) is not None:
                 pattern, values = call
                 graphs = self.graphs[bool(module.training)]
-                if pattern not in graphs:
+                if self.situation(pattern) not in graphs:
                     self.learn_in_both_modes(module, pattern)
-                if measure and graphs.get(pattern) is not None:
+                if measure and graphs.get(self.situation(pattern)) is not None:
                     run, given, kwargs = self._comparing(module, around, pattern), values, {}
             return run(around, *given, **kwargs)
 

@@ -381,6 +381,47 @@ def test_parametrized_producers(norm: str) -> None:
     torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
+class Asking(nn.Module):
+    """Asks whether gradients are enabled, as what may checkpoint itself does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = sequential()
+        self.norm = nn.GroupNorm(4, 12)
+        self.checkpointing = False
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() and self.checkpointing:
+            x = checkpoint(self.body, x, use_reentrant=False)
+        else:
+            x = self.body(x)
+        x = F.hardtanh(self.norm(x))
+        return x if y is None else x + y
+
+
+def test_a_forward_that_asks_for_the_grad_mode_is_fused_in_both() -> None:
+    model = Asking()
+    optimized = fxfuse.optimize(model)
+    plan = vars(optimized)[_PLAN]
+    x, expected = inputs(), model(inputs())
+    for arguments in ((x,), (x, x)):
+        for context in (torch.no_grad, torch.enable_grad, torch.no_grad):
+            with context():
+                optimized(*arguments)
+                assert plan.find(optimized, arguments, {}) is not None
+    assert len(plan.variants) == 4
+    torch.testing.assert_close(optimized(x), expected)
+    optimized.checkpointing = True
+    assert plan.find(optimized, (x,), {}) is None
+    torch.testing.assert_close(optimized(x), expected)
+    optimized.checkpointing = False
+    duplicate = copy.deepcopy(optimized)
+    with torch.no_grad():
+        assert vars(duplicate)[_PLAN].find(duplicate, (x,), {}) is not None
+        compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), expected)
+
+
 def test_a_slice_of_a_container_is_traced_through() -> None:
     class Sliced(nn.Module):
         def __init__(self) -> None:
@@ -1526,7 +1567,7 @@ def test_modes_that_the_forward_asks_for_are_guarded() -> None:
     torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
-def test_autocast_that_the_forward_asks_for_is_guarded() -> None:
+def test_a_forward_that_asks_for_autocast_has_a_graph_for_each_answer() -> None:
     class Model(Block):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             y = self.act(self.norm(self.linear(x)))
@@ -1536,8 +1577,10 @@ def test_autocast_that_the_forward_asks_for_is_guarded() -> None:
     optimized = fxfuse.optimize(model)
     assert runs(optimized, inputs())
     with torch.autocast("cpu", torch.bfloat16):
-        assert not runs(optimized, inputs())
+        assert runs(optimized, inputs())
         torch.testing.assert_close(optimized(inputs()), model(inputs()))
+    torch.testing.assert_close(optimized(inputs()), model(inputs()))
+    assert len(vars(optimized)[_PLAN].variants) == 2
 
 
 def test_attributes_in_containers_are_guarded() -> None:
