@@ -1,10 +1,12 @@
 """Fuses GroupNorm and the activation after it in any traced PyTorch model."""
 
+from typing import Any
+
+from fxfuse.backend import fuse, inductor, report
 from fxfuse.library import library_path
 from fxfuse.ops import group_norm_activation
-from fxfuse.patterns import fuse
 from fxfuse.rewrite import FusionReport, Site
-from fxfuse.surgery import NotFusedError, explain, optimize, report, restore
+from fxfuse.surgery import NotFusedError, explain, optimize, restore
 
 __all__ = [
     "FusionReport",
@@ -13,8 +15,18 @@ __all__ = [
     "explain",
     "fuse",
     "group_norm_activation",
+    "inductor",
+    "inductor_pass",
     "library_path",
     "optimize",
     "report",
     "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "inductor_pass":  # late, because Inductor takes seconds to import
+        from fxfuse.pregrad import inductor_pass
+
+        return inductor_pass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fxfuse import library
+from fxfuse import library, sharding
 
 ChannelsLast = Literal["keep", "eager"]
 
@@ -109,6 +110,8 @@ def group_norm_activation(
         input = input.contiguous().view(-1).view(input.size())
     if not library.is_loaded() and not library.load():
         return reference(input, num_groups, weight, bias, eps, activation, params, dtype)
+    if type(input) is not Tensor and type(input) is not Parameter:
+        sharding.register()  # of DTensor, which may have been imported after us
     output: Tensor = torch.ops.fxfuse.group_norm_activation(
         input, num_groups, weight, bias, eps, activation, params, dtype
     )

@@ -63,10 +63,15 @@ def _with_bodies(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def apply(
-    graph: fx.Graph, root: nn.Module, table: tuple[Fusion, ...], *, available: bool
+    graph: fx.Graph,
+    root: nn.Module,
+    table: tuple[Fusion, ...],
+    *,
+    available: bool,
+    judge: rewrite.Judge | None = None,
 ) -> list[Site]:
     """`rewrite.apply` where the library is available; else only says so of what it would fuse."""
-    sites = rewrite.apply(graph, root, table, analyse_only=not available)
+    sites = rewrite.apply(graph, root, table, analyse_only=not available, judge=judge)
     if available:
         return sites
     return [site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites]
@@ -119,7 +124,7 @@ class _Norm:
 
 
 def _group_norm(node: fx.Node, root: nn.Module) -> Part | None:
-    if node.op == "call_function" and node.target is ops.group_norm_activation:
+    if node.op == "call_function" and _is_ours(node.target):
         return _already_fused(node)
     reading = nodes.read(node, root)
     if reading is None or reading.operation != "group_norm" or reading.input is None:
@@ -146,6 +151,13 @@ def _has_its_sizes(reading: nodes.Reading) -> bool:
     value = None if reading.input is None else nodes.value(reading.input)
     told = [reading.arguments[name] for name in ("N", "C")]
     return value is not None and nodes.same_sizes(value.shape[:2], told)
+
+
+def _is_ours(target: object) -> bool:
+    """Whether a function is ours: in Python, or the operator as exported programs have it."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target).partition(".default")[0] == "fxfuse.group_norm_activation"
+    return target is ops.group_norm_activation
 
 
 def _already_fused(node: fx.Node) -> Part:

@@ -117,7 +117,7 @@ def render(report: FusionReport, width: int = 120) -> str:
     for site in report.sites:
         table.add_row(
             outcome(site),
-            "\n".join(filter(None, (site.module, site.source))),
+            "\n".join(filter(None, (site.graph, site.module, site.source))),
             site.producer,
             site.norm,
             *([_shape(site)] if shapes else []),

@@ -218,6 +218,7 @@ class Site:
         module: The path of the norm's module, or of the module around a functional norm.
         source: The line of the model's source, as `File "model.py", line 12`, where it is known.
         shape: Of the norm's input, where it is known.
+        graph: The name that torch's logs have for the graph, where torch.compile made it.
         match: The nodes, where the chain matched.
         check: What was measured of it, where that was asked for.
     """
@@ -231,6 +232,7 @@ class Site:
     module: str | None = None
     source: str | None = None
     shape: tuple[int, ...] | None = None
+    graph: str | None = None
     match: Match | None = field(default=None, repr=False, compare=False)
     check: Check | None = field(default=None, compare=False)
 
