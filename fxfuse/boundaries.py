@@ -74,7 +74,7 @@ class Boundaries:
 
     def _matches(self, module: nn.Module, trace: tracing.Trace) -> int:
         sites = rewrite.apply(trace.graph, module, self.table, analyse_only=True)
-        return sum(site.match is not None for site in sites)
+        return sum(site.code == Reason.FUSIBLE.code for site in sites)
 
     def _end(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module] | None:
         """The modules to go through to a chain that may go on from a module's result, or None."""

@@ -77,11 +77,13 @@ def apply(
     return [site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites]
 
 
-def fusions(channels_last: ops.ChannelsLast = "keep") -> tuple[Fusion, ...]:
+def fusions(channels_last: ops.ChannelsLast = "keep", *, alone: bool = False) -> tuple[Fusion, ...]:
     """The table, the more special rows first.
 
     Args:
         channels_last: As in `fuse`.
+        alone: Whether to replace norms that no activation follows, too.  It is worth it where
+            torch's own GroupNorm would run, but a compiler may have better to do with them.
 
     Raises:
         ValueError: If it is neither.
@@ -92,17 +94,25 @@ def fusions(channels_last: ops.ChannelsLast = "keep") -> tuple[Fusion, ...]:
         )
     row = functools.partial(
         Fusion,
-        steps=(_group_norm, _activation),
         transparent=_transparent,
         measures=nodes.measures,
         survey=nodes.viewed,
         target=ops.group_norm_activation,
         arguments=functools.partial(_arguments, channels_last=channels_last),
     )
-    return (
-        row(name="Linear -> GroupNorm -> activation", producer=_linear),
-        row(name="GroupNorm -> activation", producer=nodes.name),
+    chain = (_group_norm, _activation)
+    rows = (
+        row(name="Linear -> GroupNorm -> activation", steps=chain, producer=_linear),
+        row(name="GroupNorm -> activation", steps=chain, producer=nodes.name),
+        row(
+            name="GroupNorm alone",
+            steps=chain[:1],
+            producer=nodes.name,
+            instead=frozenset({Reason.NO_ACTIVATION, Reason.GRAPH_OUTPUT, Reason.OTHER_READER}),
+            outcome=Reason.ALONE,
+        ),
     )
+    return rows if alone else rows[:-1]
 
 
 # ---- the steps of a chain -------------------------------------------------------------------
@@ -466,7 +476,8 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `ops.group_norm_activation`, without those that are its defaults."""
     norm: _Norm = match.parts[0].data
-    activation: _Activation = match.parts[1].data
+    alone = len(match.parts) == 1
+    activation: _Activation = _Activation("identity") if alone else match.parts[1].data
     kwargs: dict[str, Any] = {}
     for name, value in (("weight", norm.weight), ("bias", norm.bias)):
         if isinstance(value, Attribute):

@@ -86,11 +86,13 @@ class Outcome:
         when: In which calls, where not in the usual ones.
         sites: The norms (see `numbered`).
         refusal: Why there is no graph, if so.
+        opens: Whether a chain may go on from the module's result.
     """
 
     when: str
     sites: dict[tuple[Key, int], Site] = dataclasses.field(default_factory=dict)
     refusal: Refusal | None = None
+    opens: bool = False
 
     def site(self, key: tuple[Key, int], known: Site) -> Site | None:
         """What became of a norm that is known from another graph; None if it is not called."""
@@ -242,6 +244,7 @@ class Plan:
             self._note_questions(trace)
             situation = self.situation(pattern)
             self.graphs[mode][situation] = None
+            outcome.opens = bounds.opens(module, trace.graph)
             sites = rewrite.apply(trace.graph, module, bounds.table, judge=self._judge(module))
             if any(site.match for site in sites):
                 self.graphs[mode][situation] = Variant.of(module, trace, sites)
@@ -264,7 +267,7 @@ class Plan:
                 self.questions.append(question)
 
     def _boundaries(self) -> boundaries.Boundaries:
-        return boundaries.Boundaries(patterns.fusions(self.channels_last))
+        return boundaries.Boundaries(patterns.fusions(self.channels_last, alone=True))
 
     def _when(self, pattern: str, mode: bool) -> str:
         other = "" if mode == self.training else "in training" if mode else "in eval mode"

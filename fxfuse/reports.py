@@ -20,6 +20,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.FUSED: FUSED,
     Reason.ALREADY_FUSED: FUSED,
     Reason.FUSIBLE: "Call fxfuse.optimize(model), or fxfuse.fuse on a graph.",
+    Reason.ALONE: "An activation right after the norm, which the norm would then take in.",
     Reason.LIBRARY_UNAVAILABLE: "Run `python -m fxfuse doctor`: it says what is missing.",
     Reason.GRAPH_OUTPUT: "Apply the activation in the module that calls the norm, or give both a "
     "common parent that can be traced.",
@@ -90,10 +91,12 @@ def summary(report: FusionReport) -> str:
     """The counts, in a line."""
     counts = {
         "fused": report.fused,
-        "fusible": len(report.sites) - report.fused - report.refused,
+        "fusible": report.fusible,
+        "replaced alone": report.alone,
         "left as they were": report.refused,
     }
-    text = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what != "fusible")
+    always = ("fused", "left as they were")
+    text = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what in always)
     return f"{len(report.sites)} GroupNorms: {text}"
 
 
@@ -140,8 +143,9 @@ def as_dict(report: FusionReport) -> dict[str, Any]:
     """A report as JSON has it.
 
     Returns:
-        `coverage` in per cent (None without a norm), the counts `norms`, `fused`, `fusible` and
-        `refused`, and `sites`: a list of the fields of `Site` (without `match`) with `remedy`.
+        `coverage` in per cent (None without a norm), the counts `norms`, `fused`, `fusible`,
+        `alone` and `refused`, and `sites`: a list of the fields of `Site` (without `match`) with
+        `remedy`.
     """
     sites = []
     for site in report.sites:
@@ -152,7 +156,8 @@ def as_dict(report: FusionReport) -> dict[str, Any]:
         "coverage": report.coverage,
         "norms": len(report.sites),
         "fused": report.fused,
-        "fusible": len(report.sites) - report.fused - report.refused,
+        "fusible": report.fusible,
+        "alone": report.alone,
         "refused": report.refused,
         "sites": sites,
     }
@@ -187,8 +192,8 @@ class Branch:
 
 
 def covered(site: Site) -> bool:
-    """Whether a site is fused, or would be."""
-    return site.fused or site.code == Reason.FUSIBLE.code
+    """Whether a site is replaced, or would be."""
+    return site.fused or site.code in (Reason.FUSIBLE.code, Reason.ALONE.code)
 
 
 def to_html(report: FusionReport, model: nn.Module, title: str) -> str:

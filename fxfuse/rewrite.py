@@ -21,7 +21,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -35,6 +35,7 @@ class Reason(Enum):
 
     FUSED = "Replaced by one operator."
     FUSIBLE = "Can be replaced by one operator."
+    ALONE = "No activation follows that could be fused with it: replaced alone."
     ALREADY_FUSED = "Already one operator, with {activation}."
     LIBRARY_UNAVAILABLE = "The compiled library is missing or could not be built."
 
@@ -149,6 +150,9 @@ class Fusion:
         arguments: Its positional and keyword arguments, from the graph, the match and the survey.
             Nodes that they need may be added to the graph; they will stand before the call.
         survey: What `arguments` wants to know of the graph as a whole, asked once for all chains.
+        instead: Where given, the row is only for nodes at which each row before it found no second
+            step, for one of these reasons.
+        outcome: What the report says of a node that the row replaces.
     """
 
     name: str
@@ -159,6 +163,8 @@ class Fusion:
     arguments: Callable[[fx.Graph, Match, Any], tuple[tuple[Any, ...], dict[str, Any]]]
     measures: Callable[[fx.Node], bool] = lambda node: False
     survey: Callable[[fx.Graph], Any] = lambda graph: None
+    instead: frozenset[Reason] = frozenset()
+    outcome: Reason = Reason.FUSED
 
 
 @dataclass(frozen=True)
@@ -276,11 +282,21 @@ class FusionReport:
     @property
     def refused(self) -> int:
         """How many sites are left as they were, each with its reason."""
-        return len(self.sites) - sum(site.fused or self._fusible(site) for site in self.sites)
+        return len(self.sites) - self.fused - self.fusible - self.alone
+
+    @property
+    def fusible(self) -> int:
+        """How many sites could be fused, where the pass only looked."""
+        return self._count(Reason.FUSIBLE)
+
+    @property
+    def alone(self) -> int:
+        """How many norms without an activation were replaced all the same."""
+        return self._count(Reason.ALONE)
 
     @property
     def coverage(self) -> float | None:
-        """How many of all norms are fused or can be, in per cent; None where there is none."""
+        """How many of all norms are replaced or can be, in per cent; None where there is none."""
         if not self.sites:
             return None
         return 100 * (len(self.sites) - self.refused) / len(self.sites)
@@ -291,9 +307,8 @@ class FusionReport:
 
         return render(self)
 
-    @staticmethod
-    def _fusible(site: Site) -> bool:
-        return site.code == Reason.FUSIBLE.code
+    def _count(self, reason: Reason) -> int:
+        return sum(site.code == reason.code for site in self.sites)
 
 
 Judge = Callable[[Site], Refusal | None]
@@ -344,7 +359,7 @@ def apply(
             # What other readers may see is in the call's result (see `_Chain._may_stay`).
             node.replace_all_uses_with(call)
             graph.erase_node(node)
-    return [site.with_reason(Reason.FUSED) if site.match else site for site in sites]
+    return [site.with_reason(site.match.fusion.outcome) if site.match else site for site in sites]
 
 
 class _Context:
@@ -379,6 +394,8 @@ def _inspect(node: fx.Node, fusions: Sequence[Fusion], context: _Context) -> Sit
     first: _Chain | None = None
     heads: dict[Reader, Part | None] = {}
     for fusion in fusions:
+        if fusion.instead and (first is None or not first.ends_for(fusion.instead)):
+            continue
         step = fusion.steps[0]
         if step not in heads:
             heads[step] = step(node, context.root)
@@ -425,6 +442,10 @@ class _Chain:
         if chain.refusal is None:
             chain.refusal = chain._extend()
         return chain
+
+    def ends_for(self, reasons: Collection[Reason]) -> bool:
+        """Whether no second step was found, for one of the given reasons."""
+        return len(self.parts) == 1 and self.refusal is not None and self.refusal.reason in reasons
 
     def _append(self, part: Part) -> None:
         """Takes the nodes of a part in."""
@@ -572,7 +593,9 @@ class _Chain:
                 self._unread(),
                 tuple(self.early),
             )
-        refusal = self.refusal or Reason.FUSIBLE.because()
+        outcome = self.fusion.outcome
+        possible = Reason.FUSIBLE if outcome is Reason.FUSED else outcome
+        refusal = self.refusal or possible.because()
         return Site(
             norm=head.text,
             producer=self.producer,

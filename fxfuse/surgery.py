@@ -67,6 +67,9 @@ def optimize(
 ) -> _M:
     """Fuses every GroupNorm and the activation after it in a model; nothing else changes.
 
+    A GroupNorm that no activation follows is replaced by the same operator alone, which is faster
+    than torch's and keeps channels_last.
+
     Args:
         model: Any module, in any mode.  What cannot be fused is left as it is; `report` says why.
         inplace: Rewrite the given model instead of a copy.
@@ -82,7 +85,7 @@ def optimize(
             from float64 and by their times, and leave it as it was where the operator is less
             accurate or slower.  The report has the numbers.  In training this includes the
             gradients.
-        strict: Raise if a GroupNorm is left unfused, other than by `exclude` and `only`.
+        strict: Raise if a GroupNorm is left as it was, other than by `exclude` and `only`.
 
     Returns:
         A copy of the model that shares its parameters and buffers: the same objects, so a later
@@ -92,7 +95,7 @@ def optimize(
     Raises:
         TypeError: If `model` is not a module.
         ValueError: If a pattern matches no module, or `verify` is given no example inputs.
-        NotFusedError: If `strict` is set and a GroupNorm is left unfused.
+        NotFusedError: If `strict` is set and a GroupNorm is left as it was.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -111,7 +114,8 @@ def optimize(
     _findings[result] = operation.findings()
     if strict:
         outcome = report(result)
-        if any(not s.fused and s.code != Reason.EXCLUDED.code for s in outcome.sites):
+        accepted = (Reason.EXCLUDED.code, Reason.ALONE.code)
+        if any(not s.fused and s.code not in accepted for s in outcome.sites):
             operation.undo()
             raise NotFusedError(outcome)
     return result
@@ -351,7 +355,7 @@ class _Operation:
         self.available = available
         self.untouchable = untouchable
         self.selected = selected
-        self.boundaries = boundaries.Boundaries(patterns.fusions(channels_last))
+        self.boundaries = boundaries.Boundaries(patterns.fusions(channels_last, alone=True))
         self.waiting: dict[nn.Module, list[nn.Module]] = {}  # what each module leaves undecided
         self.settled: set[nn.Module] = set()  # norms that some module's graph calls
         self.open: set[nn.Module] = set()  # modules whose result a chain may go on from
@@ -504,14 +508,14 @@ class _Operation:
             except TypeError as error:
                 raise Untraceable(Reason.NOT_SUBCLASSABLE.because(error=error)) from error
             vars(module)[_PLAN] = self.plans[module] = plan
-        traces = [trace for _, trace in learned if trace is not None]
-        if not traces:
+        traced = [outcome for outcome, trace in learned if trace is not None]
+        if not traced:
             outcome, _ = learned[0]
             assert outcome.refusal is not None
             self._refuse(module, outcome.refusal)
             outcome.sites = numbered(module, self.sites[module])
             return
-        self._goes_on(module, self.boundaries.opens(module, traces[0].graph))
+        self._goes_on(module, traced[0].opens)
         self.sites[module] = list(plan.sites())
         self._leave_out(module, plan)
         self.settled |= {module.get_submodule(site.module or "") for site in self.sites[module]}

@@ -65,9 +65,11 @@ def inputs(*shape: int) -> Tensor:
 
 
 def fused(model: nn.Module) -> int:
-    """How many calls of the fused operator the model's plans hold."""
+    """How many calls of the fused operator, with an activation, the model's plans hold."""
     plans = [vars(m)[_PLAN] for m in model.modules() if _PLAN in vars(m)]
-    return sum(p.variants[0].code.count("group_norm_activation(") for p in plans if p.variants)
+    codes = [plan.variants[0].code for plan in plans if plan.variants]
+    alone = sum(code.count("activation = 'identity'") for code in codes)
+    return sum(code.count("group_norm_activation(") for code in codes) - alone
 
 
 def assert_same(model: nn.Module, optimized: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -422,6 +424,35 @@ def test_a_forward_that_asks_for_the_grad_mode_is_fused_in_both() -> None:
         torch.testing.assert_close(compiled(x), expected)
 
 
+class Shortcut(nn.Module):
+    """The end of a ResNet's block: the activation comes after the addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*sequential(), nn.Linear(12, 12), nn.GroupNorm(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + x)
+
+
+def test_a_norm_without_an_activation_is_replaced_alone() -> None:
+    model = Shortcut()
+    nn.init.normal_(model.body[4].weight)
+    optimized = fxfuse.optimize(model, strict=True)
+    report = fxfuse.report(optimized)
+    assert [site.code for site in report.sites] == ["fused", "alone"]
+    assert (report.fused, report.alone, report.refused, report.coverage) == (1, 1, 0, 100)
+    assert "1 fused, 1 replaced alone, 0 left" in str(report)
+    code = vars(optimized.body)[_PLAN].code
+    assert code.count("group_norm_activation(") == 2
+    assert "activation = 'identity'" in code
+    assert_same(model, optimized, inputs())
+    # Not where an activation follows that cannot be taken in.
+    model.body.append(nn.Dropout(0.1)).append(nn.Hardtanh())
+    report = fxfuse.report(fxfuse.optimize(model))
+    assert [site.code for site in report.sites] == ["fused", "dropout"]
+
+
 def test_a_slice_of_a_container_is_traced_through() -> None:
     class Sliced(nn.Module):
         def __init__(self) -> None:
@@ -724,7 +755,7 @@ def test_report_shows_what_a_later_graph_has_fused() -> None:
     model, x = Outer(), inputs()
     optimized = fxfuse.optimize(model)
     codes = {s.module: s.code for s in fxfuse.report(optimized).sites}
-    assert codes == {"model.first": "graph_output", "model.second": "not_called"}
+    assert codes == {"model.first": "alone", "model.second": "not_called"}
     torch.testing.assert_close(optimized(x, x), model(x, x))
     for each in (optimized, copy.deepcopy(optimized)):
         report = fxfuse.report(each)
@@ -1747,7 +1778,7 @@ def test_wrappers_are_left_alone_and_what_they_hold_is_treated() -> None:
     assert type(optimized["a"]) is nn.DataParallel
     assert {s.module: s.code for s in fxfuse.report(optimized).sites} == {
         "a.module.1": "fused",
-        "b.module.1": "parallel_wrapper",
+        "b.module.1": "alone",  # the wrapper in between is not gone through
     }
     torch.testing.assert_close(optimized["a"](inputs()), model["a"](inputs()))
 
@@ -2221,11 +2252,11 @@ def test_every_norm_is_reported_once() -> None:
     optimized = fxfuse.optimize(model)
     report = fxfuse.report(optimized)
     assert {site.module: site.code for site in report.sites} == {
-        "stem": "untraceable",  # for the forward with its activation
+        "stem": "alone",  # for the forward with its activation cannot be traced
         "blocks.0.norm1": "fused",
-        "blocks.0.norm2": "graph_output",
+        "blocks.0.norm2": "alone",
         "blocks.1.norm1": "fused",
-        "blocks.1.norm2": "graph_output",
+        "blocks.1.norm2": "alone",
     }
     assert len(report.sites) == 5
     assert_same(model, optimized, inputs())
@@ -2253,7 +2284,7 @@ def test_random_near_misses(case: NearMiss) -> None:
     report = fxfuse.report(optimized)
     assert report.matched == fused(optimized) == 0, report
     # A norm written as a module of its own, with nothing to inline it for, ends its graph.
-    beside = {"not_called", "no_reader", "graph_output"}
+    beside = {"not_called", "no_reader", "alone"}
     assert {site.code for site in report.sites} <= {*case.codes, *beside}
     with torch.no_grad():  # some of them raise in eager's backward
         assert_same(case.model, optimized, *case.inputs())
