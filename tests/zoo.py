@@ -1,13 +1,17 @@
 """Whole networks as their libraries build them: what is fused, and that nothing else changes.
 
 Each is small enough for a CPU, made from a configuration without weights to download, and loaded
-the way that users load it.  A library that is not installed skips its networks.
+the way that users load it.  A library that is not installed skips its networks; `pip install
+'.[zoo]'` installs all but torchvision and timm, which want the torchvision of the installed torch.
+
+    pytest tests/zoo.py
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
 from fxfuse import reports
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
