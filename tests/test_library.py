@@ -107,7 +107,7 @@ def test_case_39_a_killed_build_leaves_nothing_to_trip_on(
     load = SMALL + "    print(library.load(), library.library_path())"
     first = subprocess.Popen(
         script(load, sources=str(sources)),
-        env=environment(cache, CXX=str(recording_compiler), PAUSE="600"),
+        env=environment(cache, CXX=str(recording_compiler), PAUSE="120"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -122,7 +122,7 @@ def test_case_39_a_killed_build_leaves_nothing_to_trip_on(
         first.wait()
         start = time.monotonic()
         second = python(load, environment(cache, CXX=str(recording_compiler)), sources=str(sources))
-        assert time.monotonic() - start < 120  # 25 s on a quiet machine
+        assert time.monotonic() - start < 60
         loaded, path = second.stdout.split()
         assert loaded == "True"
         assert Path(path).is_file()
