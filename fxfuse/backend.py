@@ -71,10 +71,9 @@ def compile_graph(
     settings = (ours["inner"], ours["mode"], repr(sorted(inductors.items())))
     tune = functools.partial(tuning.times, compiler=compiler, settings=settings)
     # What a higher-order operator calls, such as the body of a checkpoint, is a graph of its own.
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            _make_numbers_constant(module, _is_input_number)
-            _record(fuse_graph(module, ours["channels_last"], tune if ours["tune"] else None))
+    for module in patterns.with_bodies(graph_module):
+        _make_numbers_constant(module, _is_input_number)
+        _record(fuse_graph(module, ours["channels_last"], tune if ours["tune"] else None))
     return compiler(graph_module, example_inputs)
 
 
@@ -293,10 +292,9 @@ def fuse(
         return patterns.fuse(program, channels_last=channels_last)
     kept = _names_in_signatures(program)
     sites: list[Site] = []
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            named = kept if module is program.graph_module else set()
-            sites += _fuse_exported(module, channels_last, named)
+    for module in patterns.with_bodies(program.graph_module):
+        named = kept if module is program.graph_module else set()
+        sites += _fuse_exported(module, channels_last, named)
     program.validate()  # type: ignore[no-untyped-call]
     return FusionReport(tuple(sites))
 

@@ -42,7 +42,7 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
     """
     available, table = library.load(), fusions(channels_last)
     found: list[Site] = []
-    for module in _with_bodies(graph_module):
+    for module in with_bodies(graph_module):
         sites = apply(module.graph, module, table, available=available)
         if any(site.match for site in sites):
             module.graph.lint()
@@ -51,7 +51,7 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
     return FusionReport(tuple(found))
 
 
-def _with_bodies(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+def with_bodies(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     """A graph module, and those whose graphs its operators run: checkpoint, cond, no_grad."""
     found = [graph_module]
     for module in found:
