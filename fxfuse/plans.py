@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fxfuse import boundaries, guards, ops, patterns, rewrite, tracing, verify
+from fxfuse import boundaries, guards, ops, patterns, rewrite, tracing
 from fxfuse.rewrite import Check, Reason, Refusal, Site
 from fxfuse.tracing import Untraceable
 
@@ -338,6 +338,8 @@ class Plan:
 
     def _comparing(self, module: nn.Module, around: nn.Module, pattern: str) -> Callable[..., Any]:
         """A module's graph as it was before rewriting, with a comparison at each new site."""
+        from fxfuse import verify  # late: importing fxfuse should not wait for it
+
         assert self.checks is not None
         bounds = self._boundaries()
         trace = bounds.trace(module, pattern)

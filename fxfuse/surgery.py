@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxfuse import boundaries, library, ops, patterns, tracing, verify
+from fxfuse import boundaries, library, ops, patterns, tracing
 from fxfuse.plans import Key, Plan, numbered
 from fxfuse.rewrite import FusionReport, Reason, Refusal, Site
 from fxfuse.tracing import Untraceable
@@ -387,6 +387,8 @@ class _Operation:
 
     def try_out(self, example_inputs: Any, *, measure: bool) -> None:
         """Runs a copy of the model, and undoes what it shows to be wrong or slower."""
+        from fxfuse import verify  # late: importing fxfuse should not wait for it
+
         buffers = {id(buffer) for buffer in self.root.buffers()}
         shared = (tensor for tensor in _tensors(self.root) if id(tensor) not in buffers)
         probe = restore(_share(self.root, shared))
