@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command
 import pytest
 import torch
 from rich.console import Console
@@ -21,14 +22,7 @@ KINDS = {"cpu": {"warm"}, "cuda": {"cold", "hot", "rotating", "host"}}
 
 
 def fxfuse(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fxfuse", "bench", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return command.fxfuse("bench", *arguments, **environment)
 
 
 def check_figures(figures: dict, contenders: set[str]) -> None:
@@ -193,11 +187,7 @@ def test_what_is_compiled_beforehand_is_not_compiled_again(backward, device, mon
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2(arguments, message):
-    result = fxfuse(*arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
+    command.check_refusal(fxfuse(*arguments), message)
 
 
 def test_a_plot_without_matplotlib_names_the_extra():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 
 def example(name: str, *arguments: str, cwd: Path) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from command import check_refusal
+from command import fxfuse as fxfuse_command
 from torch import Tensor, nn
 
 import fxfuse
@@ -222,9 +224,9 @@ def test_the_page_of_a_shared_and_of_an_empty_model() -> None:
 
 def explain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `python -m fxfuse explain` where a module `nets` lies in the current folder."""
-    text = Path(__file__).read_text().split("def outcomes")[0]
-    text = text.replace("ROOT = Path(__file__).parent.parent", "")
-    extra = """
+    text = """
+        from test_explain import *
+
         model = Net()
         number = 3
 
@@ -235,16 +237,9 @@ def explain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
             bound = float(torch.linspace(0, channels, 5)[-1])  # not on the meta device
             return nn.Sequential(nn.GroupNorm(2, channels), nn.Hardtanh(0, bound))
     """
-    (tmp_path / "nets.py").write_text(text + textwrap.dedent(extra))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "fxfuse", "explain", *arguments],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "nets.py").write_text(textwrap.dedent(text))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return fxfuse_command("explain", *arguments, cwd=tmp_path, PYTHONPATH=path)
 
 
 def test_explain_prints_a_table_and_writes_the_page(tmp_path: Path) -> None:
@@ -295,8 +290,4 @@ def test_explain_builds_on_the_cpu_what_needs_values(tmp_path: Path) -> None:
 def test_bad_input_gives_one_line_and_exit_code_2(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    result = explain(tmp_path, *arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
+    check_refusal(explain(tmp_path, *arguments), message)

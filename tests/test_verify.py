@@ -119,7 +119,7 @@ def test_a_bad_site_is_undone_and_no_other(
 ) -> None:
     change, code = CHANGES[name]
     if code == "slower" and training:
-        pytest.skip("once is enough")
+        pytest.skip("what is slow is so in either mode")
     # A busy machine must not decide about the others.
     monkeypatch.setattr(verify, "_MARGIN", 3 if code == "slower" else 1e9)
     monkeypatch.setattr(ops, "group_norm_activation", operator(num_groups, change))
