@@ -2,8 +2,8 @@
 //
 // V is a scalar in CUDA code and a vector of floats or doubles in CPU code.  This file is included
 // where these names are in scope for V: Scalar<V>, which is float or double, broadcast<V>(double),
-// select(mask, a, b) (which is `mask ? a : b`, per lane), exponential(V), hyperbolic_tangent(V) and
-// bell(V), which is e^(-z^2 / 2); and the macro FXFUSE_INLINE.
+// select(mask, a, b) (which is `mask ? a : b`, per lane), divide(V, V), exponential(V),
+// hyperbolic_tangent(V) and bell(V), which is e^(-z^2 / 2); and the macro FXFUSE_INLINE.
 //
 // A comparison with NaN is false, so each one is written to let NaN through where torch does. Where
 // torch's scalar and vector code differ at NaN, the scalar code is followed.  1 - s and 1 - t^2 of
@@ -68,9 +68,9 @@ template <class V>
 struct SiLU {
   V one;
   FXFUSE_INLINE explicit SiLU(const double*) : one(broadcast<V>(1.0)) {}
-  FXFUSE_INLINE V value(V z) const { return z / (one + exponential(-z)); }
+  FXFUSE_INLINE V value(V z) const { return divide(z, one + exponential(-z)); }
   FXFUSE_INLINE V grad(V z, V dy) const {
-    V e = exponential(-z), s = one / (one + e);
+    V e = exponential(-z), s = divide(one, one + e);
     // 1 - s, which for large z would be what the rounding of s left, times z.
     V rest = select(z > V{}, e * s, one - s);
     return dy * s * (one + z * rest);
@@ -81,9 +81,9 @@ template <class V>
 struct Sigmoid {
   V one;
   FXFUSE_INLINE explicit Sigmoid(const double*) : one(broadcast<V>(1.0)) {}
-  FXFUSE_INLINE V value(V z) const { return one / (one + exponential(-z)); }
+  FXFUSE_INLINE V value(V z) const { return divide(one, one + exponential(-z)); }
   FXFUSE_INLINE V grad(V z, V dy) const {
-    V e = exponential(select(z < V{}, z, -z)), q = one / (one + e);
+    V e = exponential(select(z < V{}, z, -z)), q = divide(one, one + e);
     return dy * (e * q * q);
   }
 };
@@ -94,7 +94,7 @@ struct Tanh {
   FXFUSE_INLINE explicit Tanh(const double*) : one(broadcast<V>(1.0)), two(broadcast<V>(2.0)) {}
   FXFUSE_INLINE V value(V z) const { return hyperbolic_tangent(z); }
   FXFUSE_INLINE V grad(V z, V dy) const {
-    V e = exponential(two * select(z < V{}, z, -z)), q = two / (one + e);
+    V e = exponential(two * select(z < V{}, z, -z)), q = divide(two, one + e);
     return dy * (e * q * q);
   }
 };
@@ -155,7 +155,7 @@ struct GELU {
   FXFUSE_INLINE V distribution(V z, V bell_z) const {
     V t = select(z < V{}, -z, z);
     t = select(t > limit, limit, t);
-    V sum = t + shift, q = one / sum;
+    V sum = t + shift, q = divide(one, sum);
     q = q + q * ((one - q * sum) - q * (t - (sum - shift)));  // P would multiply their rounding
     V tail = bell_z * (q * normal_tail_polynomial<V>((a * t - shift) * q));
     return select(z < V{}, tail, one - tail);
@@ -181,12 +181,12 @@ struct GELUTanh {
         slope(broadcast<V>(3 * kCubic)),
         limit(broadcast<V>(32.0)) {}  // where the sigmoid is 0 or 1
   FXFUSE_INLINE V value(V z) const {
-    return z / (one + exponential(-z * (linear + cubic * (z * z))));
+    return divide(z, one + exponential(-z * (linear + cubic * (z * z))));
   }
   FXFUSE_INLINE V grad(V z, V dy) const {
     z = select(z > limit, limit,
                select(z < -limit, -limit, z));  // or a product is 0 times infinity
-    V square = z * z, e = exponential(-z * (linear + cubic * square)), s = one / (one + e);
+    V square = z * z, e = exponential(-z * (linear + cubic * square)), s = divide(one, one + e);
     V rest = select(z > V{}, e * s, one - s);
     return dy * s * (one + z * rest * (linear + slope * square));
   }

@@ -54,6 +54,11 @@ FXFUSE_INLINE V select(Mask mask, V a, V b) {
   return mask ? a : b;
 }
 
+template <class V>
+FXFUSE_INLINE V divide(V a, V b) {
+  return a / b;
+}
+
 // e^x = 2^n e^r with n = rint(x / ln 2), |r| <= ln(2) / 2, and e^r by its Taylor polynomial, whose
 // remainder is below a tenth of an ulp.  ln 2 is split in two so that x - n ln 2 is exact enough
 // (Cody and Waite).  Largest error measured with AVX-512: 0.92 ulp in float (every 61st value with
