@@ -4,8 +4,10 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t backward_typed<__nv_bfloat16, __nv_bfloat16>(const Backward&, void*,
+template cudaError_t backward_typed<__nv_bfloat16, __nv_bfloat16>(const Backward&,
+                                                                  const BackwardPlan&, void*,
                                                                   cudaStream_t);
-template cudaError_t backward_typed<__nv_bfloat16, float>(const Backward&, void*, cudaStream_t);
+template cudaError_t backward_typed<__nv_bfloat16, float>(const Backward&, const BackwardPlan&,
+                                                          void*, cudaStream_t);
 
 }  // namespace fxfuse::cuda

@@ -4,6 +4,7 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t backward_typed<double, double>(const Backward&, void*, cudaStream_t);
+template cudaError_t backward_typed<double, double>(const Backward&, const BackwardPlan&, void*,
+                                                    cudaStream_t);
 
 }  // namespace fxfuse::cuda

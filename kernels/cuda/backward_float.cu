@@ -4,6 +4,7 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t backward_typed<float, float>(const Backward&, void*, cudaStream_t);
+template cudaError_t backward_typed<float, float>(const Backward&, const BackwardPlan&, void*,
+                                                  cudaStream_t);
 
 }  // namespace fxfuse::cuda

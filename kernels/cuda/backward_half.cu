@@ -4,7 +4,9 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t backward_typed<__half, __half>(const Backward&, void*, cudaStream_t);
-template cudaError_t backward_typed<__half, float>(const Backward&, void*, cudaStream_t);
+template cudaError_t backward_typed<__half, __half>(const Backward&, const BackwardPlan&, void*,
+                                                    cudaStream_t);
+template cudaError_t backward_typed<__half, float>(const Backward&, const BackwardPlan&, void*,
+                                                   cudaStream_t);
 
 }  // namespace fxfuse::cuda

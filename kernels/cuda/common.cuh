@@ -1,18 +1,17 @@
-// What the forward and the backward kernels share: vectors, teams of threads, affine parameters,
-// the arithmetic of one element, and the host's helpers for launching.
+// What the forward and the backward kernels share: vectors, teams of threads, affine parameters and
+// statistics.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "dispatch.cuh"
+#include "plan.h"
 
 namespace fxfuse::cuda {
 
@@ -41,6 +40,11 @@ template <class T, int V>
 class alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Loaded {
  public:
   FXFUSE_INLINE Accumulate<T> at(int j) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && sizeof(Word) == 4) {
+      // The upper half of a float: one instruction, where the compiler takes two for odd j.
+      const uint32_t word = words_[j / 2];
+      return __uint_as_float(j % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    }
     constexpr int kOfWord = sizeof(Word) / sizeof(T);
     Vector<T, kOfWord> elements;
     memcpy(&elements, &words_[j / kOfWord], sizeof(Word));
@@ -61,9 +65,19 @@ FXFUSE_INLINE Loaded<T, V> load(const T* from) {
   return *reinterpret_cast<const Loaded<T, V>*>(from);
 }
 
+// By an intrinsic: the compiler may store an assigned struct element by element, or in words of 4
+// bytes, where it cannot see that the address is a multiple of 16.
 template <class T, int V>
 FXFUSE_INLINE void store(T* to, const Vector<T, V>& values) {
-  *reinterpret_cast<Vector<T, V>*>(to) = values;
+  if constexpr (sizeof(values) % 16 == 0) {
+    uint4 words[sizeof(values) / 16];
+    memcpy(words, &values, sizeof(values));
+#pragma unroll
+    for (size_t i = 0; i < sizeof(values) / 16; ++i)
+      __stwb(reinterpret_cast<uint4*>(to) + i, words[i]);
+  } else {
+    *reinterpret_cast<Vector<T, V>*>(to) = values;
+  }
 }
 
 // Calls body(k, i) for the numbers i = first + k * step < end among the next K: unrolled, so that
@@ -207,94 +221,7 @@ struct Statistics {
   FXFUSE_INLINE A normalize(A x) const { return ((x - mean) - rest) * rstd; }
 };
 
-// ---- host ---------------------------------------------------------------------------------------
-
-constexpr int kThreads = 256;  // of a block, where a kernel does not say otherwise
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-inline size_t element_size(Dtype dtype) { return dtype == kDouble ? 8 : dtype == kFloat ? 4 : 2; }
-
-inline size_t accumulate_size(Dtype dtype) { return dtype == kDouble ? 8 : 4; }
-
-// Elements of a 16-byte access to the input.
-inline int vector_width(Dtype dtype) { return static_cast<int>(16 / element_size(dtype)); }
-
-template <class... Pointers>
-bool aligned(Pointers... pointers) {
-  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
-}
-
-constexpr int64_t kElementsOfChunk = 8192;
-
-// A long dimension cut into parts: at most 1024, so that their partial results are few.
-struct Chunks {
-  int64_t count, size;
-
-  // The size is a multiple of 16, which keeps vectors whole.
-  static Chunks of(int64_t total, int64_t smallest) {
-    const int64_t size = ceil_div(std::max(smallest, ceil_div(total, 1024)), 16) * 16;
-    return {ceil_div(total, size), size};
-  }
-};
-
-// Lanes for a piece of work of that many vectors: few enough that none idles, or a whole block.
-inline int team_size(int64_t vectors, int64_t largest_in_warp) {
-  if (vectors > largest_in_warp) return kThreads;
-  int size = 1;
-  while (size < 32 && size < vectors) size *= 2;
-  return size;
-}
-
-// Lanes for a group of that many vectors where a thread holds `held` of them at once.
-inline int holding_team_size(int64_t vectors, int held) {
-  if (vectors <= 32 * held) return team_size(vectors, vectors);
-  return static_cast<int>(ceil_div(vectors, 32 * held) * 32);
-}
-
-// Where dimension 1 is the innermost in memory and a row is not just one value.
-inline bool is_channels_last(const Problem& problem) {
-  return problem.channels_last && problem.spatial > 1 && problem.channels > 1;
-}
-
-inline int64_t group_size(const Problem& problem) {
-  return problem.channels / problem.num_groups * problem.spatial;
-}
-
-template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
-                   Arguments... arguments) {
-  if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
-  return cudaGetLastError();
-}
-
-// A team of `size` threads for each piece of work, in blocks of `threads` where it is not a block.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_teams(void (*kernel)(Parameters...), int64_t teams, int size, int threads,
-                         cudaStream_t stream, Arguments... arguments) {
-  if (size > 32) threads = size;
-  return launch(kernel, ceil_div(teams, threads / size), threads, stream, arguments...);
-}
-
 // ---- channels_last ------------------------------------------------------------------------------
-
-// Rows of all channels: a block takes a tile of columns (vectors of channels) through one chunk of
-// one sample's rows.  Its threads form `slots` rows of `width` columns, so that a warp reads up to
-// 512 neighbouring bytes.
-struct ColumnTiles {
-  int width, slots;
-  int64_t count;  // tiles in a row
-  Chunks chunks;
-
-  static ColumnTiles of(const Problem& problem, int vector) {
-    const int64_t columns = problem.channels / vector;
-    const int width = team_size(columns, columns);
-    return {width, kThreads / width, ceil_div(columns, width), Chunks::of(problem.spatial, 128)};
-  }
-
-  int64_t blocks(const Problem& problem) const { return problem.batch * chunks.count * count; }
-};
 
 // The part of one thread.
 template <int V>
@@ -306,10 +233,11 @@ struct Column {
   int slot, slots;
   bool active;
 
-  FXFUSE_INLINE Column(const Problem& problem, const ColumnTiles& tiles)
-      : part(blockIdx.x / tiles.count), slots(tiles.slots) {
-    channel =
-        (blockIdx.x % tiles.count * tiles.width + static_cast<int>(threadIdx.x) % tiles.width) * V;
+  // Of block number `block`.
+  FXFUSE_INLINE Column(const Problem& problem, const ColumnTiles& tiles,
+                       unsigned block = blockIdx.x)
+      : part(block / tiles.count), slots(tiles.slots) {
+    channel = (block % tiles.count * tiles.width + static_cast<int>(threadIdx.x) % tiles.width) * V;
     slot = static_cast<int>(threadIdx.x) / tiles.width;
     sample = part / tiles.chunks.count;
     begin = part % tiles.chunks.count * tiles.chunks.size;

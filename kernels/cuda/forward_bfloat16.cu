@@ -4,8 +4,9 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t forward_typed<__nv_bfloat16, __nv_bfloat16>(const Forward&, void*,
-                                                                 cudaStream_t);
-template cudaError_t forward_typed<__nv_bfloat16, float>(const Forward&, void*, cudaStream_t);
+template cudaError_t forward_typed<__nv_bfloat16, __nv_bfloat16>(const Forward&, const ForwardPlan&,
+                                                                 void*, cudaStream_t);
+template cudaError_t forward_typed<__nv_bfloat16, float>(const Forward&, const ForwardPlan&, void*,
+                                                         cudaStream_t);
 
 }  // namespace fxfuse::cuda

@@ -1,95 +1,150 @@
-// The functions of kernels.h: which instantiation solves a problem.
+// The functions of kernels.h: which plan and which instantiation solve a problem.
 //
 // Idea.  The kernels are compiled in one file for each dtype and direction, so that they build in
 // parallel; this file only knows their names.  Work split, limits and fallback: see forward.cuh and
 // backward.cuh.
-#include <atomic>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
-#include "backward.cuh"
-#include "forward.cuh"
+#include <mutex>
+
+#include "backward_plan.h"
+#include "forward_plan.h"
+#include "kernels.h"
+#include "launch.cuh"
 
 namespace fxfuse::cuda {
 
-#define FXFUSE_COMPILED_ELSEWHERE(T, O)                                                 \
-  extern template cudaError_t forward_typed<T, O>(const Forward&, void*, cudaStream_t); \
-  extern template cudaError_t backward_typed<T, O>(const Backward&, void*, cudaStream_t);
-FXFUSE_COMPILED_ELSEWHERE(float, float)
-FXFUSE_COMPILED_ELSEWHERE(double, double)
-FXFUSE_COMPILED_ELSEWHERE(__half, __half)
-FXFUSE_COMPILED_ELSEWHERE(__half, float)
-FXFUSE_COMPILED_ELSEWHERE(__nv_bfloat16, __nv_bfloat16)
-FXFUSE_COMPILED_ELSEWHERE(__nv_bfloat16, float)
+template <class T, class O>
+cudaError_t forward_typed(const Forward&, const ForwardPlan&, void*, cudaStream_t);
+template <class T, class O>
+cudaError_t backward_typed(const Backward&, const BackwardPlan&, void*, cudaStream_t);
 
 size_t workspace_bytes(const Forward& p) {
-  const ForwardPlan plan(p);
-  return plan.partial_bytes(p) + plan.statistics_bytes(p);
+  return ForwardPlan(p, gpu_of(p.device)).workspace_bytes(p);
 }
 
-size_t workspace_bytes(const Backward& p) { return BackwardPlan(p).bytes(p); }
+size_t workspace_bytes(const Backward& p) {
+  return BackwardPlan(p, gpu_of(p.device)).workspace_bytes(p);
+}
 
-cudaError_t forward(const Forward& p, void* workspace, cudaStream_t stream) {
+namespace {
+
+// Types in memory: of the input, and of what is of output_dtype.
+template <class T, class O>
+struct Types {
+  using Input = T;
+  using Output = O;
+};
+
+template <class Call>
+cudaError_t with_types(const Problem& p, Call call) {
   const bool same = p.output_dtype == p.dtype;
   switch (p.dtype) {
     case kFloat:
-      return forward_typed<float, float>(p, workspace, stream);
+      return call(Types<float, float>());
     case kDouble:
-      return forward_typed<double, double>(p, workspace, stream);
+      return call(Types<double, double>());
     case kHalf:
-      return same ? forward_typed<__half, __half>(p, workspace, stream)
-                  : forward_typed<__half, float>(p, workspace, stream);
+      return same ? call(Types<__half, __half>()) : call(Types<__half, float>());
     case kBFloat16:
-      return same ? forward_typed<__nv_bfloat16, __nv_bfloat16>(p, workspace, stream)
-                  : forward_typed<__nv_bfloat16, float>(p, workspace, stream);
+      return same ? call(Types<__nv_bfloat16, __nv_bfloat16>())
+                  : call(Types<__nv_bfloat16, float>());
   }
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t forward(const Forward& p, void* workspace, cudaStream_t stream) {
+  const ForwardPlan plan(p, gpu_of(p.device));
+  return with_types(p, [&](auto types) {
+    using Of = decltype(types);
+    return forward_typed<typename Of::Input, typename Of::Output>(p, plan, workspace, stream);
+  });
 }
 
 cudaError_t backward(const Backward& p, void* workspace, cudaStream_t stream) {
-  const bool same = p.output_dtype == p.dtype;
-  switch (p.dtype) {
-    case kFloat:
-      return backward_typed<float, float>(p, workspace, stream);
-    case kDouble:
-      return backward_typed<double, double>(p, workspace, stream);
-    case kHalf:
-      return same ? backward_typed<__half, __half>(p, workspace, stream)
-                  : backward_typed<__half, float>(p, workspace, stream);
-    case kBFloat16:
-      return same ? backward_typed<__nv_bfloat16, __nv_bfloat16>(p, workspace, stream)
-                  : backward_typed<__nv_bfloat16, float>(p, workspace, stream);
-  }
-  return cudaErrorInvalidValue;
+  const BackwardPlan plan(p, gpu_of(p.device));
+  return with_types(p, [&](auto types) {
+    using Of = decltype(types);
+    return backward_typed<typename Of::Input, typename Of::Output>(p, plan, workspace, stream);
+  });
 }
+
+// ---- the GPU ------------------------------------------------------------------------------------
 
 namespace {
 
 // Compiled for the same architectures as all the others.
 __global__ void probe() {}
 
-bool can_run(int device) {
+// Clusters of `cluster` blocks that run at once; 0 where none does.
+int count_clusters(int cluster, int64_t shared) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  return cudaOccupancyMaxActiveClusters(&count, probe, &config) == cudaSuccess ? count : 0;
+}
+
+// Of the current device.
+Gpu ask_current(int device) {
+  Gpu gpu;
+  cudaFuncAttributes code = {};
+  if (cudaFuncGetAttributes(&code, probe) != cudaSuccess) return gpu;
+  int cooperates = 0;
+  cudaDeviceGetAttribute(&cooperates, cudaDevAttrCooperativeLaunch, device);
+  gpu.cooperates = cooperates != 0;
+  cudaDeviceGetAttribute(&gpu.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&gpu.shared_of_all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (cudaDeviceGetAttribute(&gpu.multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+      cudaSuccess) {
+    return {};
+  }
+  // What the code was compiled for counts: the driver translates older code for newer GPUs.
+  gpu.clusters = code.ptxVersion >= 90;
+  if (!gpu.clusters) return gpu;
+  cudaFuncSetAttribute(probe, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared);
+  cudaFuncSetAttribute(probe, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  for (int log2 = 1; log2 <= 4; ++log2) {
+    if (count_clusters(1 << log2, gpu.shared) > 0) gpu.largest_cluster = 1 << log2;
+    for (int blocks = 1; blocks <= 2 && log2 < 4; ++blocks) {
+      gpu.most_clusters[blocks - 1][log2] =
+          std::max(count_clusters(1 << log2, gpu.share(blocks)), 1);
+    }
+  }
+  return gpu;
+}
+
+Gpu ask(int device) {
+  Gpu gpu;
   int current = 0;
-  cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && device != current) error = cudaSetDevice(device);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, probe);
+  if (error == cudaSuccess) gpu = ask_current(device);
   cudaGetLastError();  // an error that stays would be reported by the next launch
   if (device != current) cudaSetDevice(current);
-  return error == cudaSuccess;
+  return gpu;
 }
 
 }  // namespace
 
-bool supported(int device) {
-  enum : int { kUnknown, kNo, kYes };
-  constexpr int kMostDevices = 128;
-  static std::atomic<int> known[kMostDevices];  // all kUnknown; a race only asks twice
-  if (device < 0 || device >= kMostDevices) return false;
-  int answer = known[device].load(std::memory_order_relaxed);
-  if (answer == kUnknown) {
-    answer = can_run(device) ? kYes : kNo;
-    known[device].store(answer, std::memory_order_relaxed);
-  }
-  return answer == kYes;
+const Gpu& gpu_of(int device) {
+  static std::once_flag asked[kMostGpus];
+  static Gpu known[kMostGpus];
+  static const Gpu none;
+  if (device < 0 || device >= kMostGpus) return none;
+  std::call_once(asked[device], [&] { known[device] = ask(device); });
+  return known[device];
 }
+
+bool supported(int device) { return gpu_of(device).multiprocessors > 0; }
 
 }  // namespace fxfuse::cuda

@@ -1,0 +1,758 @@
+// GroupNorm + activation, forward, where the channels are neighbours in memory (channels_last).
+//
+// Idea.  A tile is some whole groups of one sample, as columns through all its rows.  It is copied
+// to shared memory asynchronously, measured there, and after an exchange of moments written as the
+// result.  Where a block or a cluster holds it, each block has its slice of one tile, and others on
+// the same processor compute meanwhile (normalize_tile).  A larger one is for the whole grid, whose
+// blocks take their slices of one tile after the other through rings of chunks: while moments
+// travel and results leave, the next copies are on their way.  What the chip cannot hold gives way
+// in the order in which it came, and is read again backwards, for the L2 cache still holds the last
+// of it (normalize_tiles).  Elsewhere: moments of chunks of rows, merged by a second launch, and a
+// second pass over the data in a third.
+//
+// Statistics.  As in groups.cuh: relative to the group's first value, so that a constant group
+// gives exactly 0; two passes over rows in registers; Chan's formula in a fixed order.
+//
+// Work split.  See Tiling and choose_tiling (forward_plan.h); a thread owns a column of vectors.
+//
+// Limits.  In tiles: 16-byte accesses, groups of 256 values or more that span up to 512
+// vectors, not double; clusters from compute capability 9.0 on.  Offsets have 64 bits, everything
+// is on grid x.
+//
+// Measured.  See forward_plan.h.
+//
+// Fallback.  The three launches take everything; element by element where a pointer or the number
+// of channels forbids 16-byte accesses.
+#pragma once
+#include <cooperative_groups.h>
+
+#include <utility>
+
+#include "normalize.cuh"
+
+namespace fxfuse::cuda {
+
+// ---- tiles in shared memory, in one launch ------------------------------------------------------
+
+// Waits until only the newest `sets` of this thread's sets of copies may be on their way: a number
+// that the instruction holds.
+template <int kSets = 0>
+FXFUSE_INLINE void wait_for_copies(int sets) {
+  if (kSets == sets || kSets == kMostSlots - 1) {
+    wait_for_copies<kSets>();
+  } else if constexpr (kSets < kMostSlots - 1) {
+    wait_for_copies<kSets + 1>(sets);
+  }
+}
+
+// A block's moments of one group travel to the others without a fence: that would wait for all that
+// the block has under way, which is what the exchange should overlap with.  An earlier form of this
+// kernel, with a barrier of the cluster or of the grid for each tile, took 147 us at best for
+// (64, 256, 56, 56) in bfloat16 and 310 for (8, 128, 256, 256) (H200, 2026-11-30; now: see
+// forward_plan.h).  In a cluster, each member sends them into the others' lists.
+//
+// In a grid, each number has a word of the workspace to itself, and says by not being kAbsent that
+// it is there.  Every block clears its own words before a barrier of the grid and writes each once
+// after it, so nothing depends on what the workspace held.
+constexpr uint32_t kAbsent = 0xffffffff, kOtherNaN = 0x7fffffff;
+
+namespace post {
+
+FXFUSE_INLINE void put(Moments<float>* to, uint32_t mean, uint32_t m2) {
+  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(mean), "r"(m2)
+               : "memory");
+}
+
+FXFUSE_INLINE void clear(Moments<float>* to) { put(to, kAbsent, kAbsent); }
+
+FXFUSE_INLINE void send(Moments<float>* to, const Moments<float>& moments) {
+  const auto word = [](float value) { return value == value ? __float_as_uint(value) : kOtherNaN; };
+  put(to, word(moments.mean), word(moments.m2));
+}
+
+// Whether they have come.
+FXFUSE_INLINE bool fetch(const Moments<float>* from, Moments<float>& moments) {
+  uint32_t mean, m2;
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(mean), "=r"(m2)
+               : "l"(from)
+               : "memory");
+  moments = {__uint_as_float(mean), __uint_as_float(m2)};
+  return mean != kAbsent && m2 != kAbsent;
+}
+
+}  // namespace post
+
+// A block of either kernel, for all types but double.  A thread reads from the chunks only what it
+// copied there itself: its column of vectors in every lines-th row.
+template <class T, int kRun, bool kGrid>
+class TileBlock {
+ public:
+  FXFUSE_INLINE TileBlock(const Forward& problem, const Tiling& tiling,
+                          Pair<Accumulate<T>>* partial, unsigned char* shared)
+      : problem_(problem),
+        tiling_(tiling),
+        partial_(reinterpret_cast<Moments<A>*>(partial)),
+        shared_(shared),
+        first_tile_(kGrid ? 0 : blockIdx.x / tiling.members),
+        rank_(kGrid ? blockIdx.x : blockIdx.x % tiling.members),
+        line_(threadIdx.x / tiling.width),
+        column_(threadIdx.x % tiling.width),
+        count_(kGrid ? tiling.tiles : 1),
+        rows_(rows_of(rank_)) {
+    const int of_chunk = tiling.lines * tiling.of_line;
+    whole_chunks_ = rows_ / of_chunk;
+    const int left = rows_ - whole_chunks_ * of_chunk - line_;
+    last_ = line_ >= tiling.lines || left <= 0 ? 0 : (left + tiling.lines - 1) / tiling.lines;
+#pragma unroll
+    for (int n = 0; n < kRuns; ++n) {
+      group_[n] = static_cast<unsigned>(column_ * V + n * kRun) / tiling.per_group;
+    }
+  }
+
+  FXFUSE_INLINE void run() {
+    cooperative_groups::grid_group::arrival_token cleared = {};
+    if constexpr (kGrid) {
+      for (int i = threadIdx.x; i < tiling_.tiles * tiling_.groups; i += blockDim.x) {
+        post::clear(partial_ + int64_t(i) * tiling_.members + rank_);
+      }
+      cleared = cooperative_groups::this_grid().barrier_arrive();
+    } else if (tiling_.members > 1) {
+      if (threadIdx.x == 0) {
+        letters()->init(1);
+        fence_barrier_init();
+      }
+      arrive_at_cluster_barrier();
+    }
+#pragma unroll 1
+    for (int slot = 0; slot < slots(); ++slot) copy_next_chunk();
+    fetch_pivots(0, first_pivot(0));
+    __syncthreads();
+    if constexpr (kGrid) {
+      cooperative_groups::this_grid().barrier_wait(std::move(cleared));
+    } else if (tiling_.members > 1) {
+      wait_at_cluster_barrier();  // all members run and have opened their letters
+    }
+
+    // A block measures the next tile before it finishes one where there is room for both: then it
+    // need not wait for the others.
+    const int overlap = kGrid && 2 * chunks() <= slots();
+#pragma unroll 1
+    for (int tile = 0; tile < count_ + overlap; ++tile) {
+      const int done = tile - overlap;
+      const A pivot = first_pivot(tile + 1);  // of a later tile: on its way during all that follows
+      if (tile < count_) measure(tile);
+      Affine affine;
+      if (done >= 0) affine.fetch(problem_, Place(*this, done).channel + column_ * V);
+      __syncthreads();
+      if (tile < count_) publish(tile);
+      if (done >= 0) merge(done);
+      fetch_pivots(tile + 1, pivot);
+      __syncthreads();
+      if (done >= 0) normalize(done, affine);
+    }
+  }
+
+ private:
+  using A = Accumulate<T>;
+  static constexpr int V = 16 / sizeof(T);
+  static constexpr int kRuns = V / kRun;
+  static constexpr int kTogether = kGrid && kRuns <= 4 ? 2 : 1;  // rows: as registers allow
+  static constexpr int kRowsAtOnce = sizeof(T) == 4 ? (kRun == 1 ? 4 : 8) : kRun == 1 ? 2 : 4;
+
+  // Tile number `tile` of those that this block works on.
+  struct Place {
+    int index, sample;  // of all tiles
+    int64_t channel;    // the first one
+
+    FXFUSE_INLINE Place(const TileBlock& block, int tile) {
+      const Tiling& t = block.tiling_;
+      index = block.first_tile_ + tile;
+      sample = static_cast<unsigned>(index) / t.per_sample;
+      channel = int64_t(index - sample * t.per_sample) * t.width * V;
+    }
+  };
+
+  // Weight and bias of this thread's channels, as they lie in memory until they are needed.
+  class Affine {
+   public:
+    FXFUSE_INLINE void fetch(const Forward& problem, int64_t channel) {
+      wide_ = affine_is_wide(problem);
+      has_weight_ = problem.weight != nullptr;
+      has_bias_ = problem.bias != nullptr;
+      if (has_weight_) fetch(problem.weight, channel, weight_);
+      if (has_bias_) fetch(problem.bias, channel, bias_);
+    }
+
+    FXFUSE_INLINE void get(A (&weight)[V], A (&bias)[V]) const {
+      decode(has_weight_, A(1), weight_, weight);
+      decode(has_bias_, A(0), bias_, bias);
+    }
+
+   private:
+    static constexpr int kWords = sizeof(A) / sizeof(T);  // of 16 bytes, at most
+
+    FXFUSE_INLINE void fetch(const void* from, int64_t channel, uint4 (&words)[kWords]) const {
+      if (kWords > 1 && wide_) {
+        const uint4* word = reinterpret_cast<const uint4*>(static_cast<const A*>(from) + channel);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words[i] = word[i];
+      } else {
+        words[0] = *reinterpret_cast<const uint4*>(static_cast<const T*>(from) + channel);
+      }
+    }
+
+    FXFUSE_INLINE void decode(bool given, A otherwise, const uint4 (&words)[kWords],
+                              A (&values)[V]) const {
+      if (!given) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) values[j] = otherwise;
+      } else if (kWords > 1 && wide_) {
+        memcpy(values, words, sizeof(values));
+      } else {
+        Loaded<T, V> narrow;
+        memcpy(&narrow, words, sizeof(narrow));
+#pragma unroll
+        for (int j = 0; j < V; ++j) values[j] = narrow.at(j);
+      }
+    }
+
+    bool wide_, has_weight_, has_bias_;
+    uint4 weight_[kWords], bias_[kWords];
+  };
+
+  // Of a slice, those that shared memory holds, and those that must give way before the statistics
+  // are known and are read twice.
+  FXFUSE_INLINE int chunks() const { return kGrid ? tiling_.chunks : 1; }
+  FXFUSE_INLINE int slots() const { return kGrid ? tiling_.slots : 1; }
+  FXFUSE_INLINE int reloads() const { return max(chunks() - slots(), 0); }
+
+  // Rows of a member's slice.
+  FXFUSE_INLINE int rows_of(int rank) const {
+    return rank < tiling_.whole ? tiling_.slice : rank == tiling_.whole ? tiling_.rest : 0;
+  }
+
+  // This thread's rows in a chunk of the slice.
+  FXFUSE_INLINE int rows_in(int chunk) const {
+    const int whole = line_ < tiling_.lines ? tiling_.of_line : 0;
+    return chunk < whole_chunks_ ? whole : chunk == whole_chunks_ ? last_ : 0;
+  }
+
+  // The chunk that the loads of a tile take at place `load`: in order, and then those that had to
+  // give way, the last first, for the L2 cache may still hold them.
+  FXFUSE_INLINE int chunk_of(int load) const {
+    return load < chunks() ? load : 2 * chunks() - slots() - 1 - load;
+  }
+
+  // This thread's first vector in a slot.
+  FXFUSE_INLINE char* in_ring(int slot) const {
+    return reinterpret_cast<char*>(shared_) + slot * tiling_.chunk_pitch + threadIdx.x * 16;
+  }
+
+  FXFUSE_INLINE void advance(int& slot, int by) const {
+    if constexpr (kGrid) {
+      slot += by;
+      while (slot >= slots()) slot -= slots();
+    }
+  }
+
+  // Offset in memory of this thread's first vector of a tile, in elements.
+  FXFUSE_INLINE int64_t offset(int tile) const {
+    const Place place(*this, tile);
+    const int64_t row = place.sample * problem_.spatial + int64_t(rank_) * tiling_.slice + line_;
+    return row * problem_.channels + place.channel + column_ * V;
+  }
+
+  FXFUSE_INLINE void copy_next_chunk() {
+    if (next_tile_ < count_) {
+      if (next_load_ == 0) {
+        next_ = reinterpret_cast<const char*>(static_cast<const T*>(problem_.input) +
+                                              offset(next_tile_));
+      }
+      const int chunk = chunk_of(next_load_);
+      const char* from = next_ + chunk * tiling_.chunk_step;
+      char* to = in_ring(next_slot_);
+#pragma unroll 4
+      for (int left = rows_in(chunk); left > 0; --left) {
+        copy_piece<16>(to, from);
+        from += tiling_.row_step;
+        to += tiling_.row_pitch;
+      }
+      advance(next_slot_, 1);
+      if (++next_load_ == chunks() + reloads()) {
+        next_load_ = 0;
+        ++next_tile_;
+      }
+    }
+    commit_copies();
+    ++sets_;
+  }
+
+  // Waits for set number `set` of the copies.
+  FXFUSE_INLINE void wait_for(int set) const { wait_for_copies(sets_ - 1 - set); }
+
+  // ---- statistics
+
+  // The first value of a group is its pivot.
+  FXFUSE_INLINE A pivot_of(int tile, int group) const {
+    const Place place(*this, tile);
+    const T* sample = static_cast<const T*>(problem_.input) +
+                      place.sample * problem_.spatial * problem_.channels + place.channel;
+    return static_cast<A>(sample[group * tiling_.per_group]);
+  }
+
+  FXFUSE_INLINE A* pivots(int tile) const {
+    return reinterpret_cast<A*>(shared_ + tiling_.pivots) + tile % kPivotsKept * tiling_.groups;
+  }
+
+  FXFUSE_INLINE A first_pivot(int tile) const {
+    const int group = threadIdx.x;
+    return tile < count_ && group < tiling_.groups ? pivot_of(tile, group) : A(0);
+  }
+
+  FXFUSE_INLINE void fetch_pivots(int tile, A first) const {
+    if (tile >= count_) return;
+    int group = threadIdx.x;
+    if (group < tiling_.groups) pivots(tile)[group] = first;
+#pragma unroll 1
+    for (group += blockDim.x; group < tiling_.groups; group += blockDim.x) {
+      pivots(tile)[group] = pivot_of(tile, group);
+    }
+  }
+
+  FXFUSE_INLINE Moments<A>* scratch() const {
+    return reinterpret_cast<Moments<A>*>(shared_ + tiling_.scratch);
+  }
+
+  // Leaves the moments of every thread's runs in scratch().
+  FXFUSE_INLINE void measure(int tile) {
+    A pivot[kRuns];
+#pragma unroll
+    for (int n = 0; n < kRuns; ++n) pivot[n] = pivots(tile)[group_[n]];
+    Moments<A> running[kRuns] = {};
+    A count = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks(); ++chunk) {
+      wait_for(tile * (chunks() + reloads()) + chunk);
+      const char* from = in_ring(measured_slot_);
+      int left = rows_in(chunk);
+#pragma unroll 1
+      for (; left >= kRowsAtOnce; left -= kRowsAtOnce) {
+        add_rows<kRowsAtOnce>(from, pivot, running, count);
+        from += kRowsAtOnce * tiling_.row_pitch;
+      }
+#pragma unroll 1
+      for (; left > 0; --left) {
+        add_rows<1>(from, pivot, running, count);
+        from += tiling_.row_pitch;
+      }
+      advance(measured_slot_, 1);
+      if (chunk < reloads()) copy_next_chunk();
+    }
+    advance(measured_slot_, reloads());
+    if (line_ < tiling_.lines) {
+#pragma unroll
+      for (int n = 0; n < kRuns; ++n) scratch()[threadIdx.x * kRuns + n] = running[n];
+    }
+  }
+
+  FXFUSE_INLINE static Loaded<T, V> in_row(const char* vector) {
+    return load<T, V>(reinterpret_cast<const T*>(vector));
+  }
+
+  // Two passes over R rows in registers, then Chan's formula.
+  template <int R>
+  FXFUSE_INLINE void add_rows(const char* from, const A (&pivot)[kRuns],
+                              Moments<A> (&running)[kRuns], A& count) const {
+    Loaded<T, V> data[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) data[r] = in_row(from + r * tiling_.row_pitch);
+    A values[R][V];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) values[r][j] = data[r].at(j);
+    }
+    const A share = divide(A(R * kRun), count + R * kRun);
+#pragma unroll
+    for (int n = 0; n < kRuns; ++n) {
+      // A sum for each row, so that not every addition waits for the one before.
+      A of_row[R] = {}, sum = 0;
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+#pragma unroll
+        for (int j = n * kRun; j < (n + 1) * kRun; ++j) {
+          values[r][j] -= pivot[n];
+          of_row[r] += values[r][j];
+        }
+        sum += of_row[r];
+      }
+      Moments<A> here = {sum * (A(1) / (R * kRun)), 0};  // a power of two: no rounding
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        of_row[r] = 0;
+#pragma unroll
+        for (int j = n * kRun; j < (n + 1) * kRun; ++j) {
+          const A distance = values[r][j] - here.mean;
+          of_row[r] += distance * distance;
+        }
+        here.m2 += of_row[r];
+      }
+      running[n].merge(here, count, share);
+    }
+    count += R * kRun;
+  }
+
+  // Moments of `total` values from those of parts: each(body) calls body(moments, count) for this
+  // lane's.  By a warp, and to the same bits in each lane.
+  template <class Each>
+  FXFUSE_INLINE static Moments<A> merged(A total, Each each) {
+    const Team warp(32);
+    A sum[1] = {};
+    each([&](const Moments<A>& part, A count) { sum[0] += part.mean * count; });
+    warp.sum(sum);
+    const A mean = total > A(0) ? sum[0] / total : A(0);
+    A m2[1] = {};
+    each([&](const Moments<A>& part, A count) {
+      const A distance = part.mean - mean;
+      m2[0] += part.m2 + distance * distance * count;
+    });
+    warp.sum(m2);
+    return {mean, m2[0]};
+  }
+
+  // Calls body(group) for the groups of this warp.
+  template <class Body>
+  FXFUSE_INLINE void each_group(Body body) const {
+#pragma unroll 1
+    for (int group = threadIdx.x / 32; group < tiling_.groups; group += blockDim.x / 32) {
+      body(group);
+    }
+  }
+
+  // The moments that the members found of a tile's groups: (groups, members).
+  FXFUSE_INLINE Moments<A>* list() const {
+    return reinterpret_cast<Moments<A>*>(shared_ + tiling_.list);
+  }
+  FXFUSE_INLINE Moments<A>* posted(int tile) const {
+    return partial_ + int64_t(Place(*this, tile).index) * tiling_.groups * tiling_.members;
+  }
+  FXFUSE_INLINE SharedBarrier* letters() const {
+    return reinterpret_cast<SharedBarrier*>(shared_ + tiling_.letters);
+  }
+
+  // Merges the threads' moments and lets the other members know.
+  FXFUSE_INLINE void publish(int tile) const {
+    const int lane = threadIdx.x % 32;
+    const int runs = tiling_.per_group / kRun, of_line = tiling_.width * kRuns;  // entries
+    const int whole = rows_ / tiling_.lines, rest = rows_ - whole * tiling_.lines;
+    if (!kGrid && tiling_.members > 1 && threadIdx.x == 0) {
+      const int entries = tiling_.groups * tiling_.members;
+      letters()->arrive_and_expect(entries * static_cast<int>(sizeof(Moments<A>)));
+    }
+    each_group([&](int group) {
+      const int parts = tiling_.lines * runs;
+      const Moments<A>* first = scratch() + group * runs;
+      const Moments<A> moments = merged(static_cast<A>(rows_) * tiling_.per_group, [&](auto body) {
+#pragma unroll 2
+        for (int i = lane; i < parts; i += 32) {
+          const int line = runs == 1 ? i : static_cast<int>(static_cast<unsigned>(i) / runs);
+          body(first[line * of_line + (i - line * runs)],
+               static_cast<A>((whole + (line < rest)) * kRun));
+        }
+      });
+      const int entry = group * tiling_.members + rank_;
+      if constexpr (kGrid) {
+        if (lane == 0) post::send(posted(tile) + entry, moments);
+      } else if (tiling_.members > 1) {
+        if (lane < tiling_.members) send_to_block(lane, list() + entry, letters(), moments);
+      } else if (lane == 0) {
+        list()[entry] = moments;
+      }
+    });
+  }
+
+  // What normalize() needs to know about the groups of a tile.
+  FXFUSE_INLINE Statistics<A>* statistics() const {
+    return reinterpret_cast<Statistics<A>*>(shared_ + tiling_.statistics);
+  }
+
+  // Merges what all members found.
+  FXFUSE_INLINE void merge(int tile) const {
+    if (!kGrid && tiling_.members > 1) letters()->wait(0);
+    each_group([&](int group) {
+      const int lane = threadIdx.x % 32, members = tiling_.members, per_group = tiling_.per_group;
+      const A total = static_cast<A>(problem_.spatial) * per_group;
+      const auto count_of = [&](int member) { return static_cast<A>(rows_of(member)) * per_group; };
+      Moments<A> moments;
+      if constexpr (kGrid) {
+        constexpr int K = kMostMembers / 32;  // all at once: each is a trip to the L2 cache
+        const Moments<A>* from = posted(tile) + group * members;
+        Moments<A> part[K];
+        bool all;
+        do {
+          all = true;
+          each<K>(lane, 32, members, [&](int k, int i) { all &= post::fetch(from + i, part[k]); });
+        } while (!all);
+        moments = merged(total, [&](auto body) {
+          each<K>(lane, 32, members, [&](int k, int i) { body(part[k], count_of(i)); });
+        });
+      } else {
+        __syncwarp();  // with its only member, this warp has written it
+        const Moments<A>* from = list() + group * members;
+        moments = merged(total, [&](auto body) {
+          if (lane < members) body(from[lane], count_of(lane));
+        });
+      }
+      if (lane != 0) return;
+      Statistics<A> result;
+      split_mean(pivots(tile)[group], moments.mean, result);
+      result.rstd = rstd_of(moments.m2 / total, static_cast<A>(problem_.eps));
+      statistics()[group] = result;
+      if (rank_ == 0) {
+        const Place place(*this, tile);
+        const int64_t first = place.sample * problem_.num_groups + place.channel / per_group;
+        save(problem_, first + group, result);
+      }
+    });
+  }
+
+  // ---- the result
+
+  FXFUSE_INLINE void normalize(int tile, const Affine& affine) {
+    A mean[kRuns], rest[kRuns], scale[V], bias[V];
+    affine.get(scale, bias);
+#pragma unroll
+    for (int n = 0; n < kRuns; ++n) {
+      const Statistics<A> group = statistics()[group_[n]];
+      mean[n] = group.mean;
+      rest[n] = group.rest;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) scale[n * kRun + j] *= group.rstd;
+    }
+    const ActivationOf<A> activation(problem_);
+    const bool narrow = sizeof(T) == 2 && problem_.output_dtype == problem_.dtype;
+    char* const first = static_cast<char*>(problem_.output) +
+                        offset(tile) * (sizeof(T) > 2 || narrow ? sizeof(T) : sizeof(A));
+    advance(finished_slot_, reloads());
+#pragma unroll 1
+    for (int i = 0; i < chunks(); ++i) {
+      const int load_number = reloads() + i, chunk = chunk_of(load_number);
+      wait_for(tile * (chunks() + reloads()) + load_number);
+      const char* from = in_ring(finished_slot_);
+      char* to = first + chunk * tiling_.chunk_step_out;
+      // Two rows at once, to enter the activation once for both.
+#pragma unroll 1
+      for (int left = rows_in(chunk); left > 0; left -= kTogether) {
+        const bool both = left > 1;
+        Loaded<T, V> x[kTogether];
+#pragma unroll
+        for (int r = 0; r < kTogether; ++r) {
+          x[r] = in_row(from + (r == 0 || both ? r * tiling_.row_pitch : 0));
+        }
+        A z[kTogether * V];
+#pragma unroll
+        for (int r = 0; r < kTogether; ++r) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) z[r * V + j] = x[r].at(j) - mean[j / kRun];
+        }
+        // Less than a quarter of the last place of a 16-bit result: the values of a group that is
+        // not constant differ by 2^-12 of the mean, and this is below 2^-24 of it.
+        if (!narrow) {
+#pragma unroll
+          for (int j = 0; j < kTogether * V; ++j) z[j] -= rest[j % V / kRun];
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether * V; ++j) {
+          z[j] = multiply_add(z[j], scale[j % V], bias[j % V]);
+        }
+        activation.value(z);
+#pragma unroll
+        for (int r = 0; r < kTogether; ++r) {
+          if (r > 0 && !both) break;
+          char* const there = to + r * tiling_.row_step_out;
+          if (sizeof(T) > 2 || narrow) {
+            put<T>(z, r * V, there);
+          } else {
+            put<A>(z, r * V, there);
+          }
+        }
+        from += kTogether * tiling_.row_pitch;
+        to += kTogether * tiling_.row_step_out;
+      }
+      advance(finished_slot_, 1);
+      copy_next_chunk();
+    }
+  }
+
+  // Stores the elements z[begin, begin + V).
+  template <class O>
+  FXFUSE_INLINE void put(const A (&z)[kTogether * V], int begin, char* to) const {
+    Vector<O, V> y;
+#pragma unroll
+    for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[begin + j]);
+    store(reinterpret_cast<O*>(to), y);
+  }
+
+  const Forward& problem_;
+  const Tiling& tiling_;
+  Moments<A>* const partial_;
+  unsigned char* const shared_;
+  const int first_tile_, rank_;  // of this block: its first tile, and which member it is
+  const int line_, column_;      // of this thread; there is work where line_ < lines
+  const int count_;              // of the block's tiles
+  const int rows_;               // of the slice
+  int whole_chunks_, last_;      // of the slice; rows of this thread in the chunk behind them
+  int group_[kRuns];             // of the tile, in which this thread's runs lie
+  int sets_ = 0;                 // of copies so far
+  int next_tile_ = 0, next_load_ = 0, next_slot_ = 0;  // of the next set
+  const char* next_ = nullptr;                         // this thread's first vector of its tile
+  int measured_slot_ = 0, finished_slot_ = 0;
+};
+
+// 64 registers: two blocks of 512 threads on a processor, or more smaller ones.
+template <class T, int kRun>
+__global__ __launch_bounds__(kTileThreads,
+                             2) void normalize_tile(const __grid_constant__ Forward problem,
+                                                    const __grid_constant__ Tiling tiling) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  TileBlock<T, kRun, false>(problem, tiling, nullptr, shared).run();
+}
+
+template <class T, int kRun>
+__global__ __launch_bounds__(kTileThreads) void normalize_tiles(
+    const __grid_constant__ Forward problem, const __grid_constant__ Tiling tiling,
+    Pair<Accumulate<T>>* const partial) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  TileBlock<T, kRun, true>(problem, tiling, partial, shared).run();
+}
+
+// ---- chunks of rows, in three launches ----------------------------------------------------------
+
+// A block for a tile of columns and a chunk of rows.  partial is (batch, chunks, channels).
+template <class T, int V>
+__global__ __launch_bounds__(kThreads,
+                             2) void moments_channels_last(const Problem problem,
+                                                           const ColumnTiles tiles,
+                                                           Pair<Accumulate<T>>* const partial) {
+  using A = Accumulate<T>;
+  constexpr int K = kVectorsInFlight;
+  const Column<V> column(problem, tiles);
+  Moments<A> running[V] = {};
+  if (column.active) {
+    const int64_t per_group = problem.channels / problem.num_groups;
+    const T* input = static_cast<const T*>(problem.input);
+    const T* sample = input + column.sample * problem.spatial * problem.channels;
+    A pivot[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      pivot[j] = static_cast<A>(sample[(column.channel + j) / per_group * per_group]);
+    }
+    A count = 0;
+    const int64_t step = column.slots;
+    for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+      Loaded<T, V> data[K];
+      A added = 0;
+      each<K>(row, step, column.end, [&](int k, int64_t i) {
+        data[k] = load<T, V>(input + column.offset(problem, i));
+        added += 1;
+      });
+      const A share = added / (count + added), inverse = A(1) / added;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        A sum = 0;
+        each<K>(row, step, column.end, [&](int k, int64_t) { sum += data[k].at(j) - pivot[j]; });
+        Moments<A> here = {sum * inverse, 0};
+        each<K>(row, step, column.end, [&](int k, int64_t) {
+          const A centered = (data[k].at(j) - pivot[j]) - here.mean;
+          here.m2 += centered * centered;
+        });
+        running[j].merge(here, count, share);
+      }
+      count += added;
+    }
+  }
+  // One thread for each channel of the tile merges its slots.
+  __shared__ Moments<A> of_slot[kThreads * V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) of_slot[threadIdx.x * V + j] = running[j];
+  __syncthreads();
+  const int width = tiles.width * V;
+  const int64_t channel = blockIdx.x % tiles.count * width + threadIdx.x;
+  if (static_cast<int>(threadIdx.x) >= width || channel >= problem.channels) return;
+  A mean = 0, m2 = 0;
+  for (int slot = 0; slot < tiles.slots; ++slot) {
+    mean += of_slot[slot * width + threadIdx.x].mean * static_cast<A>(column.rows_of(slot));
+  }
+  mean /= static_cast<A>(column.end - column.begin);
+  for (int slot = 0; slot < tiles.slots; ++slot) {
+    const Moments<A> of = of_slot[slot * width + threadIdx.x];
+    const A distance = of.mean - mean;
+    m2 += of.m2 + distance * distance * static_cast<A>(column.rows_of(slot));
+  }
+  partial[column.part * problem.channels + channel] = {mean, m2};
+}
+
+// A team for each group.
+template <class T>
+__global__ __launch_bounds__(kThreads) void merge_moments(const Forward problem,
+                                                          const Chunks chunks,
+                                                          const Pair<Accumulate<T>>* const partial,
+                                                          const int lanes) {
+  using A = Accumulate<T>;
+  const Team team(lanes);
+  const int64_t groups = problem.batch * problem.num_groups;
+  const int64_t per_group = problem.channels / problem.num_groups, rows = problem.spatial;
+  const int64_t sample = team.index / problem.num_groups, group = team.index % problem.num_groups;
+  const int64_t entries = team.index < groups ? chunks.count * per_group : 0;
+
+  const auto over_entries = [&](auto body) {
+    for (int64_t entry = team.rank; entry < entries; entry += team.size) {
+      const int64_t chunk = entry / per_group;
+      const int64_t row = sample * chunks.count + chunk;
+      const auto moments = partial[row * problem.channels + group * per_group + entry % per_group];
+      body(moments.at[0], moments.at[1], min(chunks.size, rows - chunk * chunks.size));
+    }
+  };
+  const double elements = static_cast<double>(rows) * per_group;
+  double mean[1] = {}, m2[1] = {};
+  over_entries([&](double entry_mean, double, int64_t count) { mean[0] += entry_mean * count; });
+  team.sum(mean);
+  mean[0] /= elements;
+  over_entries([&](double entry_mean, double entry_m2, int64_t count) {
+    const double distance = entry_mean - mean[0];
+    m2[0] += entry_m2 + distance * distance * count;
+  });
+  team.sum(m2);
+  if (entries == 0 || team.rank > 0) return;
+
+  const double pivot = static_cast<double>(static_cast<A>(static_cast<const T*>(
+      problem.input)[sample * problem.channels * problem.spatial + group * per_group]));
+  save_wide<A>(problem, team.index, pivot, mean[0], m2[0] / elements);
+}
+
+template <class T, class O, int V>
+__global__ __launch_bounds__(kThreads, 2) void normalize_channels_last(const Forward problem,
+                                                                       const ColumnTiles tiles) {
+  using A = Accumulate<T>;
+  constexpr int K = kVectorsInFlight;
+  const Column<V> column(problem, tiles);
+  if (!column.active) return;
+  const T* x = static_cast<const T*>(problem.input);
+  O* y = static_cast<O*>(problem.output);
+  const ColumnParameters<T, V> parameters(problem, column);
+  const ActivationOf<A> activation(problem);
+  const int64_t step = column.slots;
+  for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
+    Loaded<T, V> data[K];
+    each<K>(row, step, column.end,
+            [&](int k, int64_t i) { data[k] = load<T, V>(x + column.offset(problem, i)); });
+    each<K>(row, step, column.end, [&](int k, int64_t i) {
+      store(y + column.offset(problem, i),
+            finish<O>(activation, data[k], parameters.weight, parameters.bias,
+                      [&](int j) { return parameters.statistics[j]; }));
+    });
+  }
+}
+
+}  // namespace fxfuse::cuda
