@@ -29,6 +29,7 @@ from problems import (
 )
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from ways import BACKWARD, CHANNELS_LAST, CHANNELS_LAST_LARGE, FORWARD
 
 from fxfuse import library, ops
 from fxfuse.patterns import clamp_activation
@@ -691,6 +692,106 @@ def test_case_30_dtypes_and_autocast_as_eager(
                 got, want, rtol=4 * low, atol=16 * low, msg=f"{where}: ours {got}, eager {want}"
             )
     assert 0 < raised < 25  # both outcomes were seen
+
+
+# ---- every way of the CUDA kernels ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "offset"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", FORWARD)
+def test_forward_in_every_way(
+    device: torch.device, way: str, dtype: torch.dtype, layout: str
+) -> None:
+    shape, num_groups = FORWARD[way]
+    if device.type == "cpu" and math.prod(shape) > 100_000:
+        pytest.skip("no way of its own on a CPU")
+    Problem(shape, num_groups, dtype, layout, activation="silu", params=()).check(
+        device, backward=False
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", CHANNELS_LAST)
+def test_channels_last_in_every_way(device: torch.device, way: str, dtype: torch.dtype) -> None:
+    shape, num_groups = CHANNELS_LAST[way]
+    if math.prod(shape) > 2**20 and (
+        device.type == "cpu" or dtype in (torch.float64, torch.float16)
+    ):
+        pytest.skip("float32 and bfloat16 on a GPU are enough of this size")
+    for activation, mean, has_weight in [("silu", 0.0, True), ("hardtanh", 1e3, False)]:
+        problem = Problem(
+            shape,
+            num_groups,
+            dtype,
+            "channels_last",
+            has_weight=has_weight,
+            activation=activation,
+            params=PARAMS[activation][0],
+            mean=mean,
+            grad_layout="channels_last",
+        )
+        problem.check(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", CHANNELS_LAST)
+def test_channels_last_in_every_way_with_a_constant_and_a_nan(
+    device: torch.device, way: str, dtype: torch.dtype
+) -> None:
+    shape, num_groups = CHANNELS_LAST[way]
+    x = torch.randn(shape, device=device).to(dtype, memory_format=torch.channels_last)
+    groups = x.unflatten(1, (num_groups, -1))
+    groups[-1, 0] = 1234.567
+    groups[0, -1, -1, -1, -1] = NAN
+
+    def normalized() -> Tensor:
+        y = ops.group_norm_activation(x, num_groups, None, None, 1e-12, "identity", ())
+        return y.unflatten(1, (num_groups, -1))
+
+    y = normalized()
+    assert y[0, -1].isnan().all()
+    hit = torch.zeros(y.shape[:2], dtype=torch.bool, device=device)
+    hit[0, -1] = True
+    assert y[~hit].isfinite().all()
+    if (shape[0], num_groups) != (1, 1):
+        assert (y[-1, 0] == 0).all()
+    assert torch.equal(y[~hit], normalized()[~hit])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_larger_than_the_chips_shared_memory(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    if device.type == "cpu":
+        pytest.skip("the CPU has one way")
+    shape, num_groups = CHANNELS_LAST_LARGE
+    problem = Problem(shape, num_groups, dtype, "channels_last", mean=10.0, seed=1)
+    problem.check(device, backward=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", BACKWARD)
+def test_backward_in_every_way(device: torch.device, way: str, dtype: torch.dtype) -> None:
+    if device.type == "cpu":
+        pytest.skip("chosen for the GPU")
+    shape, num_groups, layout = BACKWARD[way]
+    for activation, has_weight, has_bias in (
+        ("hardtanh", True, True),
+        ("silu", True, False),
+        ("relu", False, True),
+    ):
+        Problem(
+            shape,
+            num_groups,
+            dtype,
+            layout,
+            has_weight=has_weight,
+            has_bias=has_bias,
+            activation=activation,
+            params=(-1, 1) if activation == "hardtanh" else (),
+            grad_layout=layout,
+        ).check(device)
 
 
 # ---- sizes beyond 32 bits -------------------------------------------------------------------

@@ -1,0 +1,244 @@
+"""Which CUDA kernel is chosen, asked without a GPU: the plans are plain C++ (tests/plan.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from problems import checked
+from ways import BACKWARD, CHANNELS_LAST, CHANNELS_LAST_LARGE, FORWARD
+
+FORWARD_NAMES = {
+    "rows",
+    "rows of elements",
+    "groups of a block",
+    "groups of a cluster",
+    "ring",
+    "chunks",
+    "chunks of elements",
+    "tile of a block",
+    "tile of a cluster",
+    "tiles of the grid",
+    "row chunks",
+    "row chunks of elements",
+}
+BACKWARD_NAMES = {
+    "rows",
+    "rows of elements",
+    "rows of a block",
+    "rows of a cluster",
+    "pieces of rows",
+    "planes of several groups",
+    "planes of a group",
+    "planes of a cluster",
+    "tiles of a block",
+    "tiles of a cluster",
+    "streamed",
+    "streamed by elements",
+}
+
+_PROBLEM = [
+    ("device", ctypes.c_int),
+    ("batch", ctypes.c_int64),
+    ("channels", ctypes.c_int64),
+    ("spatial", ctypes.c_int64),
+    ("num_groups", ctypes.c_int64),
+    ("channels_last", ctypes.c_bool),
+    ("eps", ctypes.c_double),
+    ("activation", ctypes.c_int),
+    ("params", ctypes.c_double * 2),
+    ("dtype", ctypes.c_int),
+    ("output_dtype", ctypes.c_int),
+    ("affine_dtype", ctypes.c_int),
+    ("input", ctypes.c_void_p),
+    ("weight", ctypes.c_void_p),
+    ("bias", ctypes.c_void_p),
+]
+
+
+class Forward(ctypes.Structure):
+    _fields_ = [*_PROBLEM, *((name, ctypes.c_void_p) for name in ("output", "mean", "rstd"))]
+
+
+class Backward(ctypes.Structure):
+    _fields_ = [
+        *_PROBLEM,
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("grad_output", "mean", "rstd", "dinput", "dweight", "dbias")
+        ),
+    ]
+
+
+class Gpu(ctypes.Structure):
+    _fields_ = [
+        ("multiprocessors", ctypes.c_int),
+        ("shared", ctypes.c_int),
+        ("shared_of_all", ctypes.c_int),
+        ("clusters", ctypes.c_bool),
+        ("cooperates", ctypes.c_bool),
+        ("largest_cluster", ctypes.c_int),
+        ("most_clusters", ctypes.c_int * 4 * 2),
+    ]
+
+
+def gpu(multiprocessors: int, kilobytes: int, largest_cluster: int = 1) -> Gpu:
+    """With that much shared memory for a block, and 1 KB more in a multiprocessor."""
+    facts = Gpu(multiprocessors, kilobytes << 10, (kilobytes + 1) << 10, largest_cluster > 1, True)
+    facts.largest_cluster = largest_cluster
+    for blocks in (1, 2):
+        for log2 in range(4):
+            facts.most_clusters[blocks - 1][log2] = max(
+                blocks * (multiprocessors >> log2) - log2, 1
+            )
+    return facts
+
+
+GPUS = {
+    "H200": gpu(132, 227, 16),
+    "as few as a slice of one has": gpu(16, 227, 8),
+    "A100": gpu(108, 163),
+    "RTX 3090": gpu(82, 99),
+}
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+ALIGNED, OFFSET = 1 << 20, (1 << 20) + 8  # addresses; eight bytes are whole elements of all types
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    tests = Path(__file__).parent
+    library = tmp_path_factory.mktemp("plan") / "plan.so"
+    compiler = os.environ.get("CXX", "g++")
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    sources = [f"-I{tests.parent / 'kernels'}", str(tests / "plan.cpp"), "-o", str(library)]
+    subprocess.run([compiler, *flags, *sources], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.size_of.restype = ctypes.c_size_t
+    for direction in ("forward", "backward"):
+        for what in ("name", "fault"):
+            getattr(loaded, f"{direction}_{what}").restype = ctypes.c_char_p
+    for number, structure in enumerate((Forward, Backward, Gpu)):
+        assert loaded.size_of(number) == ctypes.sizeof(structure)
+    return loaded
+
+
+def name(
+    plans: ctypes.CDLL,
+    facts: Gpu,
+    shape: tuple[int, ...],
+    num_groups: int,
+    dtype: torch.dtype,
+    *,
+    channels_last: bool = False,
+    backward: bool = False,
+    address: int = ALIGNED,
+    wide: bool = False,
+) -> str:
+    """Of the plan for a problem; fails if the plan is wrong for its kernel."""
+    problem = (Backward if backward else Forward)()
+    problem.batch, problem.channels, problem.spatial = *shape[:2], math.prod(shape[2:])
+    problem.num_groups, problem.channels_last = num_groups, channels_last
+    problem.dtype = problem.output_dtype = problem.affine_dtype = DTYPES[dtype]
+    if wide and dtype.itemsize == 2:
+        problem.output_dtype = problem.affine_dtype = DTYPES[torch.float32]
+    problem.eps = 1e-5
+    for field, kind in problem._fields_:
+        if kind is ctypes.c_void_p:
+            setattr(problem, field, ALIGNED)
+    problem.input = address
+    direction = "backward" if backward else "forward"
+    arguments = ctypes.byref(problem), ctypes.byref(facts)
+    fault = getattr(plans, f"{direction}_fault")(*arguments)
+    found: str = getattr(plans, f"{direction}_name")(*arguments).decode()
+    assert fault is None, (found, fault.decode(), shape, num_groups, dtype)
+    return found
+
+
+def test_every_way_of_the_forward_is_reached_by_the_shapes_of_the_tests(
+    plans: ctypes.CDLL,
+) -> None:
+    facts, found = GPUS["H200"], set()
+    for dtype in (torch.float32, torch.bfloat16):
+        for address in (ALIGNED, OFFSET):
+            for shape, num_groups in FORWARD.values():
+                found.add(name(plans, facts, shape, num_groups, dtype, address=address))
+        for shape, num_groups in [*CHANNELS_LAST.values(), CHANNELS_LAST_LARGE]:
+            found.add(name(plans, facts, shape, num_groups, dtype, channels_last=True))
+    assert found == FORWARD_NAMES
+
+
+def test_every_way_of_the_backward_is_reached_by_the_shapes_of_the_tests(
+    plans: ctypes.CDLL,
+) -> None:
+    found = {
+        name(
+            plans,
+            GPUS["H200"],
+            shape,
+            num_groups,
+            dtype,
+            channels_last=layout == "channels_last",
+            backward=True,
+            address=OFFSET if layout == "offset" else ALIGNED,
+        )
+        for shape, num_groups, layout in BACKWARD.values()
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert found == BACKWARD_NAMES
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[tuple[int, int, int], int]:
+    """(batch, channels, spatial) and num_groups, up to groups of 2^32 elements."""
+
+    def size(largest: int) -> int:
+        exponent = draw(st.integers(0, largest))
+        exact = st.just(2**exponent)
+        return draw(st.one_of(exact, st.integers(max(2**exponent // 2, 1), 2**exponent)))
+
+    num_groups = size(7)
+    return (
+        size(14),
+        num_groups * size(14),
+        draw(st.sampled_from([1, size(6), size(20)])),
+    ), num_groups
+
+
+@settings(checked, max_examples=3000)  # microseconds each
+@given(
+    sizes=sizes(),
+    dtype=st.sampled_from(list(DTYPES)),
+    which=st.sampled_from(list(GPUS)),
+    channels_last=st.booleans(),
+    backward=st.booleans(),
+    address=st.sampled_from([ALIGNED, OFFSET]),
+    wide=st.booleans(),
+)
+def test_every_size_has_a_plan_that_its_kernel_can_keep(
+    plans: ctypes.CDLL,
+    sizes: tuple[tuple[int, int, int], int],
+    dtype: torch.dtype,
+    which: str,
+    channels_last: bool,
+    backward: bool,
+    address: int,
+    wide: bool,
+) -> None:
+    found = name(
+        plans,
+        GPUS[which],
+        *sizes,
+        dtype,
+        channels_last=channels_last,
+        backward=backward,
+        address=address,
+        wide=wide,
+    )
+    assert found in (BACKWARD_NAMES if backward else FORWARD_NAMES)
