@@ -38,7 +38,7 @@ struct GroupSums {
     Pair<A>* here = of_member + round % 2 * cluster * groups;
     for (int group = warp; group < groups; group += static_cast<int>(blockDim.x) / 32) {
       Pair<A> sums = sum_of(group, lane);
-      sum_lanes(sums, 32);
+      sum_over_lanes(sums.at, 32);
       if (cluster > 1) {
         if (lane < cluster) *of_block(&here[member * groups + group], lane) = sums;
       } else if (lane == 0) {
@@ -212,7 +212,7 @@ __global__ __launch_bounds__(kThreads, held_blocks(sizeof(Accumulate<T>))) void 
         }
         add(sums, here);
       });
-      sum_lanes(sums, held.lanes);
+      sum_over_lanes(sums.at, held.lanes);
       if (rank == 0 && task < held.tasks) of_task[task] = sums;  // 0 past the last
     });
     __syncthreads();

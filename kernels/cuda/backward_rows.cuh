@@ -147,7 +147,7 @@ __global__ __launch_bounds__(kBackwardRowThreads,
       add(sums, here);
     }
     if (problem.dinput == nullptr) return;
-    sum_lanes(sums, rows.lanes);
+    sum_over_lanes(sums.at, rows.lanes);
     const InputGradient<A> gradient(row.rstd, {sums.at[0] * share, sums.at[1] * share}, size);
     T* dinput = static_cast<T*>(problem.dinput) + sample * problem.channels + channel;
     each<K>(first, step, sample < problem.batch ? work : 0, [&](int k, int i) {
@@ -408,7 +408,7 @@ __launch_bounds__(kThreads, long_row_blocks(sizeof(Accumulate<T>))) void long_ro
         }
         add(sums, here);
       });
-      sum_lanes(sums, 32);
+      sum_over_lanes(sums.at, 32);
       if (thread % 32 == 0) of_warp[ahead % kOfWarp][warp] = sums;
     }
     __syncthreads();

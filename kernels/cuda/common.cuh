@@ -91,6 +91,19 @@ FXFUSE_INLINE void each(I first, I step, I end, Body body) {
   }
 }
 
+// Replaces each value by its sum over `lanes` neighbouring lanes, a power of two, to the same bits
+// in each of them; over the warp where that is more.  All lanes of the warp take part.
+template <class A, int N>
+FXFUSE_INLINE void sum_over_lanes(A (&values)[N], int lanes) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    if (offset < lanes) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(~0u, values[n], offset);
+    }
+  }
+}
+
 // The threads that share one piece of work: a power of two of neighbouring lanes, or a whole block.
 // The last block may hold teams past the last piece of work; they come along because the shuffles
 // name every lane.
@@ -106,7 +119,7 @@ struct Team {
   // Replaces each value by its sum over the team, to the same bits in every thread.
   template <class A, int N>
   FXFUSE_INLINE void sum(A (&values)[N]) const {
-    butterfly(values, size);
+    sum_over_lanes(values, size);
     if (size <= 32) return;
     __shared__ A of_warp[N][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -118,19 +131,7 @@ struct Team {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N; ++n) values[n] = lane < warps ? of_warp[n][lane] : A(0);
-    butterfly(values, 32);
-  }
-
- private:
-  template <class A, int N>
-  FXFUSE_INLINE static void butterfly(A (&values)[N], int lanes) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      if (offset < lanes) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(~0u, values[n], offset);
-      }
-    }
+    sum_over_lanes(values, 32);
   }
 };
 

@@ -68,18 +68,6 @@ struct InputGradient {
   }
 };
 
-// The sums over `lanes` neighbouring lanes, a power of two, to the same bits in each of them.
-template <class A>
-FXFUSE_INLINE void sum_lanes(Pair<A>& sums, int lanes) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    if (offset < lanes) {
-      sums.at[0] += __shfl_xor_sync(~0u, sums.at[0], offset);
-      sums.at[1] += __shfl_xor_sync(~0u, sums.at[1], offset);
-    }
-  }
-}
-
 template <class A>
 FXFUSE_INLINE void add(Pair<A>& sums, const Pair<A>& others) {
   sums.at[0] += others.at[0];

@@ -55,18 +55,6 @@ FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A>& activation, const Loade
   return y;
 }
 
-// Replaces each value by its sum over teams of 2^log2_lanes lanes, to the same bits in every lane.
-template <class A, int N>
-FXFUSE_INLINE void sum_over_lanes(A (&values)[N], int log2_lanes) {
-#pragma unroll
-  for (int step = 4; step >= 0; --step) {
-    if (step < log2_lanes) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(~0u, values[n], 1 << step);
-    }
-  }
-}
-
 // Keeps the statistics of a group for backward, if it will come.
 template <class A>
 FXFUSE_INLINE void save(const Forward& problem, int64_t group, const Statistics<A>& statistics) {

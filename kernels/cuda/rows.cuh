@@ -183,7 +183,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
       total[r] += other[r];
     }
     if constexpr (kCopies) fetch(left - kRowStages<T> * R);  // into what has just been read
-    sum_over_lanes(total, log2_lanes);
+    sum_over_lanes(total, 1 << log2_lanes);
     constexpr int kSums = kCorrection ? 2 : 1;  // of squares; of what is left
     A totals[kSums * R] = {}, others[R] = {};
 #pragma unroll
@@ -204,7 +204,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
       }
       totals[kSums * r] += others[r];
     }
-    sum_over_lanes(totals, log2_lanes);
+    sum_over_lanes(totals, 1 << log2_lanes);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       A variance = totals[kSums * r] * share, rest = 0;
