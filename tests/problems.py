@@ -297,6 +297,8 @@ BOUNDED = {
     "relu6": (0.0, 6.0),
 }
 
+SMOOTH = ["silu", "sigmoid", "tanh", "gelu", "gelu_tanh"]
+
 
 def round_params(activation: str, params: tuple[float, ...], dtype: torch.dtype) -> list[float]:
     """The parameters as an activation on this dtype uses them."""
@@ -325,8 +327,9 @@ class Reference:
         dweight   sum |dz x_hat|
         dbias     sum |dz|
 
-    where dz = grad_output f'(z).  Of the output there is one scale per group, (N, G); of a
-    gradient one per tensor.
+    where dz = grad_output f'(z), whose own size is |grad_output| (|f'(z)| + |f''(z)| size of z)
+    where f' is smooth: z is rounded before f' is taken of it.  Of the output there is one scale per
+    group, (N, G); of a gradient one per tensor.
     """
 
     num_groups: int
@@ -431,6 +434,15 @@ def activation_slope(activation: str, z: Array, params: list[float]) -> Array:
     return 1 - ((z <= params[0]) | (z >= params[1])).astype(z.dtype)
 
 
+def curvature(activation: str, z: Array) -> Array:
+    """f'' where f' is smooth, to the few digits that a scale needs; 0 for the others."""
+    if activation not in SMOOTH:
+        return np.zeros_like(z)
+    step = 1e-3
+    above, below = (activation_slope(activation, z + d, []) for d in (step, -step))
+    return (above - below) / (2 * step)
+
+
 def reference(
     operands: Operands,
     num_groups: int,
@@ -472,17 +484,20 @@ def reference(
         size = np.abs(x_hat * weight) + np.abs(bias)
         gradients: dict[str, tuple[Array, Array]] = {}
         if grad_output is not None:
-            dz = to_array(grad_output, wide) * activation_slope(activation, z, rounded)
+            dy = to_array(grad_output, wide)
+            dz = dy * activation_slope(activation, z, rounded)
+            dz_size = np.abs(dz) + np.abs(dy * curvature(activation, z)) * size
             g, h = grouped(dz * weight, num_groups), grouped(x_hat, num_groups)
             offset = g.mean(-1, keepdims=True)
             slope = (g * h).mean(-1, keepdims=True)
             dinput = (rstd * (g - offset - h * slope)).reshape(x.shape)
-            terms = rstd * (np.abs(g) + np.abs(offset) + np.abs(h * slope))
+            g_size = grouped(dz_size * np.abs(weight), num_groups)
+            terms = rstd * (g_size + np.abs(offset) + np.abs(h * slope))
             rest = (0, *range(2, x.ndim))
             gradients = {
                 "dinput": (dinput, terms.max()),
-                "dweight": ((dz * x_hat).sum(rest), np.abs(dz * x_hat).sum(rest).max()),
-                "dbias": (dz.sum(rest), np.abs(dz).sum(rest).max()),
+                "dweight": ((dz * x_hat).sum(rest), (dz_size * np.abs(x_hat)).sum(rest).max()),
+                "dbias": (dz.sum(rest), dz_size.sum(rest).max()),
             }
         return Reference(
             num_groups,

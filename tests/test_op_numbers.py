@@ -17,6 +17,7 @@ from problems import (
     GROUP_SIZES,
     HALF_DTYPES,
     PARAMS,
+    SMOOTH,
     Answer,
     Operands,
     Problem,
@@ -479,7 +480,6 @@ def test_case_28_exactly_on_a_kink(
 
 # ---- every number ---------------------------------------------------------------------------
 
-SMOOTH = ["silu", "sigmoid", "tanh", "gelu", "gelu_tanh"]
 EXACT = {  # float64 formulas that lose nothing where the result is small
     "silu": lambda z: z * torch.special.expit(z),
     "sigmoid": torch.special.expit,

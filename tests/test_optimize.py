@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import io
 import pickle
 import random
 import subprocess
@@ -1897,6 +1898,22 @@ def test_an_odd_forward_costs_only_its_own_fusions() -> None:
 
 
 # ---- other doors ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporters' own
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_onnx_export_sees_the_plain_model(dynamo: bool) -> None:
+    onnx = pytest.importorskip("onnx", reason="the exporters want onnx")
+    pytest.importorskip("onnxscript", reason="the exporters want onnxscript")
+    model = sequential().eval()
+    kinds = []
+    for m in (model, fxfuse.optimize(model)):
+        file = io.BytesIO()
+        torch.onnx.export(m, (inputs(),), file, dynamo=dynamo)
+        nodes = onnx.load_from_string(file.getvalue()).graph.node
+        kinds.append([(node.domain, node.op_type) for node in nodes])
+    assert kinds[0] == kinds[1]
+    assert ("", "Clip") in kinds[1]
 
 
 def test_jit_trace_jit_script_fx_and_export_see_the_plain_model() -> None:
