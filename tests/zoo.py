@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
 from fxfuse import reports
+from fxfuse.backend import compile_graph
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported
 
@@ -43,6 +44,7 @@ class Network:
         inputs: The arguments of a call.
         outcomes: How many norms are fused, and how many are left for which reason.
         calls: How often a call runs the fused operator, where not once for each site.
+        compiled: How many sites torch.compile's backend fuses, where not as many.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Network:
     inputs: Callable[[], Inputs]
     outcomes: dict[str, int]
     calls: int | None = None
+    compiled: int | None = None
 
 
 def image(*shape: int) -> Callable[[], Inputs]:
@@ -268,24 +271,28 @@ NETWORKS = [
         diffusers_model("UNet2DConditionModel", **UNET_CONDITION),
         unet_condition_inputs(),
         {"fused": 16, "untraceable": 5},
+        compiled=17,
     ),
     Network(
         "diffusers UNet2DConditionModel, a tuple",
         diffusers_model("UNet2DConditionModel", **UNET_CONDITION),
         unet_condition_inputs(return_dict=False),
         {"fused": 16, "untraceable": 5},
+        compiled=17,
     ),
     Network(
         "diffusers UNet2DModel",
         diffusers_model("UNet2DModel", **UNET),
         unet_inputs(),
         {"fused": 16, "untraceable": 5},
+        compiled=17,
     ),
     Network(
         "diffusers UNet2DModel, a tuple",
         diffusers_model("UNet2DModel", **UNET),
         unet_inputs(return_dict=False),
         {"fused": 16, "untraceable": 5},
+        compiled=17,
     ),
     Network(
         "diffusers AutoencoderKL",
@@ -317,7 +324,14 @@ NETWORKS = [
     ),
     Network("timm shvit_s1", timm_model("shvit_s1"), image(2, 3, 64, 64), {"alone": 9}),
     # Five levels of the pyramid go through the same heads.
-    Network("torchvision fcos_resnet50_fpn", fcos, image(1, 3, 64, 64), {"fused": 8}, calls=40),
+    Network(
+        "torchvision fcos_resnet50_fpn",
+        fcos,
+        image(1, 3, 64, 64),
+        {"fused": 8},
+        calls=40,
+        compiled=40,
+    ),
     Network("an MLP", lambda _: MLP(), image(6, 10), {"fused": 4}),
     Network("tied weights", lambda _: Tied(), image(6, 12), {"fused": 2}),
     Network("a normed weight", weight_normed, image(6, 12), {"fused": 1}),
@@ -457,6 +471,21 @@ def test_values_gradients_and_state(
     ):  # running statistics and counters of the training step
         assert name == other
         torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+
+
+def test_through_the_backend(network: Network, tmp_path: Path, device: torch.device) -> None:
+    torch._dynamo.reset()
+    model = build(network, tmp_path, device).double()
+    inputs = move(network.inputs(), device, torch.float64)
+    compiled = torch.compile(model, backend=compile_graph, options={"inner": "eager"})
+    results: list[tuple[list[Tensor], list[Tensor]]] = []
+    for m in (model, compiled):
+        model.zero_grad()
+        values = tensors(forward(m, inputs))
+        results.append(([t.detach() for t in values], gradients(model, values)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-8)
+    expected = network.outcomes.get("fused", 0) if network.compiled is None else network.compiled
+    assert fxfuse.report().fused == expected, str(fxfuse.report())
 
 
 def test_it_lives_on(network: Network, tmp_path: Path, device: torch.device) -> None:
