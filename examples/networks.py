@@ -201,11 +201,10 @@ NETWORKS: dict[str, Callable[[bool], Built]] = {
     "timm efficientnet_b0_gn": functools.partial(timm_network, "efficientnet_b0_gn"),
     "torchvision fcos_resnet50_fpn": fcos,
     "diffusers UNet": diffusers_unet,
-    "UNet": unet,
+    "UNet without attention": unet,
     "MLP": functools.partial(of_rows, MLP),
     "chain": functools.partial(of_rows, block),
 }
-LIBRARIES = ("timm", "torchvision", "diffusers")
 
 
 def randomise(model: nn.Module) -> None:
@@ -363,15 +362,28 @@ def distances(got: list[Tensor], expected: list[Tensor]) -> list[float]:
     ]
 
 
-def fault(got: list[float], eager: list[float]) -> str | None:
-    """Says where a contender is further from float64 than eager is, or returns None.
+# Where rounding moves a value across an activation's kink, a gradient jumps: by 4e-3 of one on
+# resnet50_gn in float32 with two images of 64 x 64 (CPU, 2026-11-30).
+GRADIENT_JUMPS = 1e-2
+
+
+def allowances(eager: list[float], outputs: int) -> list[float]:
+    """How far from float64 each output, and then each gradient, may be where eager is so far.
 
     A short tensor may have luck, so that each is allowed what is usual for the others too.
     """
-    usual = statistics.median(eager)
-    for i, (ours, theirs) in enumerate(zip(got, eager, strict=True)):
-        if not ours <= 2 * theirs + 4 * usual:
-            return f"tensor {i} of {len(got)} is off by {ours:.1e}, eager by {theirs:.1e}"
+
+    def of(errors: list[float], least: float) -> list[float]:
+        return [max(least, 2 * error + 4 * statistics.median(errors)) for error in errors]
+
+    return of(eager[:outputs], 0.0) + of(eager[outputs:], GRADIENT_JUMPS)
+
+
+def fault(errors: list[float], allowed: list[float]) -> str | None:
+    """Says which result is too far from what is expected, or returns None."""
+    for i, (error, limit) in enumerate(zip(errors, allowed, strict=True)):
+        if not error <= limit:
+            return f"result {i + 1} of {len(errors)} is off by {error:.1e}, allowed {limit:.1e}"
     return None
 
 
@@ -433,13 +445,14 @@ class Measurement:
             entry.sites = report.fused + report.alone
         else:
             entry.sites = fxfuse.report().fused - sites
-        errors = distances(list(itertools.chain(*work())), expected)
+        outputs, gradients = work()
+        errors = distances(outputs + gradients, expected)
         if name == "eager":
-            self.usual = errors
-        entry.error = max(errors)
-        if why := fault(errors, self.usual):
+            self.allowed = allowances(errors, len(outputs))
+        if all(map(math.isfinite, errors)):  # JSON has no NaN
+            entry.error = max(errors)
+        if why := fault(errors, self.allowed):
             entry.status, entry.reason = "wrong", why
-            entry.error = entry.error if math.isfinite(entry.error) else None  # JSON has no NaN
         else:
             self.works[name] = work
 
@@ -497,11 +510,11 @@ class Measurement:
         except Exception as error:
             entry.reason = f"no graph: {first_line(error)}"
             return None
-        results = list(itertools.chain(*graph()))
+        results, expected = list(itertools.chain(*graph())), list(itertools.chain(*work()))
         for tensor in results:
             tensor.fill_(math.nan)  # see that a replay writes it
         graph()
-        if why := fault(distances(results, list(itertools.chain(*work()))), self.usual):
+        if why := fault(distances(results, expected), self.allowed):
             entry.status, entry.reason = "wrong", f"in a graph, {why}"
             return None
         return graph
@@ -542,7 +555,7 @@ class Worker:
         self.case, self.row = case, None
         self.process: Any = None
         if time.monotonic() < deadline:
-            # a fork of a process that has imported everything, but has not touched the device
+            # a fork of a process that has imported torch, but has not touched the device
             context = multiprocessing.get_context("forkserver")
             self.pipe, theirs = context.Pipe()
             self.process = context.Process(
@@ -588,7 +601,7 @@ def run(cases: list[Case], settings: Settings, jobs: int, limit: float) -> Itera
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch._dynamo", "torch._inductor.compile_fx", "fxfuse", *LIBRARIES]
+        ["torch._dynamo", "torch._inductor.compile_fx", "fxfuse"]
     )
     start = functools.partial(Worker, settings=settings, deadline=time.monotonic() + limit)
     with ThreadPoolExecutor(jobs) as pool:
@@ -639,15 +652,8 @@ def contenders_of(figures: dict[str, Any]) -> list[str]:
 
 
 def table(figures: dict[str, Any]) -> Table:
-    """All rows, and in the caption what is missing or wrong."""
-    names, machine = contenders_of(figures), figures["machine"]
-    result = Table(
-        title=f"{machine['device']}, torch {machine['torch']}, {figures['date'][:10]}: ms ± half "
-        "the interquartile range; eager's time over it; for the backend, Inductor's time over it",
-        caption="\n".join(remarks(figures)) or None,
-        title_justify="left",
-        caption_justify="left",
-    )
+    """All rows that were measured."""
+    names, result = contenders_of(figures), Table()
     for column in ("network", "GroupNorms", "precision", "mode", ""):
         result.add_column(column)
     for name in names:
@@ -721,7 +727,7 @@ def main() -> int:
     flag = argparse.BooleanOptionalAction
     has_gpu = torch.cuda.is_available()
     parser.add_argument(
-        "--only", metavar="GLOB", default="", help="networks with this in their name"
+        "--only", nargs="+", metavar="GLOB", default=[""], help="networks with this in their name"
     )
     parser.add_argument(
         "--precision", nargs="+", choices=DTYPES, help="of these alone (tf32: on CUDA only)"
@@ -764,7 +770,11 @@ def main() -> int:
         return 0
     if min(options.jobs, options.calls, options.rounds - 1) < 1:
         parser.error("expected --jobs and --calls of 1 or more, and --rounds of 2 or more")
-    networks = [name for name in NETWORKS if fnmatch.fnmatchcase(name, f"*{options.only}*")]
+    networks = [
+        name
+        for name in NETWORKS
+        if any(fnmatch.fnmatchcase(name, f"*{pattern}*") for pattern in options.only)
+    ]
     precisions = options.precision or [
         name for name in DTYPES if name != "tf32" or options.device == "cuda"
     ]
@@ -772,11 +782,10 @@ def main() -> int:
         parser.error("no network has that name" if not networks else "tf32 needs a CUDA device")
     if not library.load():
         parser.error(str(library.failure()))
-    wanted = {"compile": options.compile, "tune": options.tune, "autotune": options.max_autotune}
     names = ["eager", "optimize"]
-    names += ["inductor", "backend"] if wanted["compile"] else []
-    names += ["backend, tune"] if wanted["tune"] else []
-    names += ["inductor, max-autotune", "backend, max-autotune"] if wanted["autotune"] else []
+    names += ["inductor", "backend"] if options.compile else []
+    names += ["backend, tune"] if options.tune else []
+    names += ["inductor, max-autotune", "backend, max-autotune"] if options.max_autotune else []
     settings = Settings(
         options.device, options.small, tuple(names), options.calls, options.rounds, options.seconds
     )
@@ -810,12 +819,16 @@ def main() -> int:
 
 
 def show(figures: dict[str, Any], as_markdown: bool) -> None:
-    order = list(NETWORKS)
+    order, machine = list(NETWORKS), figures["machine"]
     figures["rows"].sort(key=lambda row: order.index(row["network"]))
     # In a file or a pipe the wide table is not folded.
     Console(width=None if sys.stdout.isatty() else 240).print(table(figures))
-    if as_markdown:
-        print("", *markdown(figures), sep="\n")
+    print(
+        f"{machine['device']}, torch {machine['torch']}, {figures['date'][:10]}: ms ± half the "
+        "interquartile range; eager's time over it; for the backend, Inductor's time over it"
+    )
+    for lines in (remarks(figures), markdown(figures) if as_markdown else ()):
+        print("", *lines, sep="\n")
 
 
 if __name__ == "__main__":
