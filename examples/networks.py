@@ -13,7 +13,7 @@ detector's BatchNorms would do something else in training, and they are frozen t
 What is timed, all medians with quartiles:
 
 - call: one of several calls in a row: the larger of the device's time and Python's.
-- graph: one replay of a CUDA graph of the call: the device's time alone.
+- graph: one replay of a CUDA graph of the call, with a cold L2 cache: the device's time alone.
 
 The JSON file has ``machine``, ``date``, ``settings`` and ``rows``; each row has ``network``,
 ``precision``, ``mode``, ``status`` (``"timed"``, ``"absent"`` or ``"failed"``) with its ``reason``,
@@ -500,7 +500,15 @@ class Measurement:
         )
         self.release()
         graphs = {name: self._graph(name, work) for name, work in self.works.items()}
-        yield "graph", {name: timing.cuda_clock(graph) for name, graph in graphs.items() if graph}
+        flush = timing.l2_flush()  # also keeps the device busy while a graph is launched
+        yield (
+            "graph",
+            {
+                name: timing.cuda_clock(graph, before=flush)
+                for name, graph in graphs.items()
+                if graph
+            },
+        )
 
     def _graph(self, name: str, work: Step) -> timing.Work | None:
         """A CUDA graph of a call, if it can be captured and does what the call does."""
@@ -555,8 +563,7 @@ class Worker:
         self.case, self.row = case, None
         self.process: Any = None
         if time.monotonic() < deadline:
-            # a fork of a process that has imported torch, but has not touched the device
-            context = multiprocessing.get_context("forkserver")
+            context = multiprocessing.get_context("spawn")  # a fork could not use CUDA
             self.pipe, theirs = context.Pipe()
             self.process = context.Process(
                 target=measure, args=(case, settings, theirs), daemon=True
@@ -600,9 +607,6 @@ def run(cases: list[Case], settings: Settings, jobs: int, limit: float) -> Itera
     jobs = min(jobs, len(cases))
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch._dynamo", "torch._inductor.compile_fx", "fxfuse"]
-    )
     start = functools.partial(Worker, settings=settings, deadline=time.monotonic() + limit)
     with ThreadPoolExecutor(jobs) as pool:
         workers = list(pool.map(start, cases))
