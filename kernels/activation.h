@@ -1,7 +1,7 @@
 // One functor per activation: value(z) is f(z), grad(z, dy) is dy * f'(z).
 //
 // V is a scalar in CUDA code and a vector of floats or doubles in CPU code.  This file is included
-// where these names are in scope for V: Scalar<V>, which is float or double, broadcast<V>(double),
+// where these names are in scope for V: Scalar<V>, what a lane of it is, broadcast<V>(double),
 // select(mask, a, b) (which is `mask ? a : b`, per lane), divide(V, V), exponential(V),
 // hyperbolic_tangent(V) and bell(V), which is e^(-z^2 / 2); and the macro FXFUSE_INLINE.
 //
@@ -103,11 +103,12 @@ struct Tanh {
 // K) and u = a - b q runs over [-1, 1] while t goes from 0 to where the tail underflows.  P
 // interpolates in Chebyshev's nodes.  The idea is that of M. M. Shepherd and J. G. Laframboise,
 // "Chebyshev approximation of (1 + 2x) exp(x^2) erfc x in 0 <= x < infinity", Math. Comp. 36
-// (1981).
+// (1981).  kCorrects: whether q gets its rounding errors back.
 template <class A>
 struct NormalTail;
 template <>
 struct NormalTail<float> {  // t up to 14.5; relative error of q P(u): 1.3e-8
+  static constexpr bool kCorrects = true;
   static constexpr int kDegree = 9;
   static constexpr double kShift = 3.5, kA = 1.4827586206896552;
   static constexpr double kCoefficients[] = {
@@ -117,6 +118,7 @@ struct NormalTail<float> {  // t up to 14.5; relative error of q P(u): 1.3e-8
 };
 template <>
 struct NormalTail<double> {  // t up to 39; relative error of q P(u): 2.4e-17
+  static constexpr bool kCorrects = true;
   static constexpr int kDegree = 21;
   static constexpr double kShift = 5, kA = 1.2564102564102564;
   static constexpr double kCoefficients[] = {
@@ -132,9 +134,9 @@ struct NormalTail<double> {  // t up to 39; relative error of q P(u): 2.4e-17
 template <class V, int k = 0>
 FXFUSE_INLINE V normal_tail_polynomial(V u) {
   using Tail = NormalTail<Scalar<V>>;
-  constexpr Scalar<V> coefficient = Tail::kCoefficients[k];
+  const V coefficient = broadcast<V>(Tail::kCoefficients[k]);
   if constexpr (k == Tail::kDegree) {
-    return broadcast<V>(coefficient);
+    return coefficient;
   } else {
     return normal_tail_polynomial<V, k + 1>(u) * u + coefficient;
   }
@@ -156,7 +158,9 @@ struct GELU {
     V t = select(z < V{}, -z, z);
     t = select(t > limit, limit, t);
     V sum = t + shift, q = divide(one, sum);
-    q = q + q * ((one - q * sum) - q * (t - (sum - shift)));  // P would multiply their rounding
+    if constexpr (Tail::kCorrects) {  // P would multiply them
+      q = q + q * ((one - q * sum) - q * (t - (sum - shift)));
+    }
     V tail = bell_z * (q * normal_tail_polynomial<V>((a * t - shift) * q));
     return select(z < V{}, tail, one - tail);
   }

@@ -85,7 +85,7 @@ FXFUSE_INLINE bool fetch(const Moments<float>* from, Moments<float>& moments) {
 
 // A block of either kernel, for all types but double.  A thread reads from the chunks only what it
 // copied there itself: its column of vectors in every lines-th row.
-template <class T, int kRun, bool kGrid>
+template <class T, class O, int kRun, bool kGrid>
 class TileBlock {
  public:
   FXFUSE_INLINE TileBlock(const Forward& problem, const Tiling& tiling,
@@ -530,10 +530,8 @@ class TileBlock {
 #pragma unroll
       for (int j = 0; j < kRun; ++j) scale[n * kRun + j] *= group.rstd;
     }
-    const ActivationOf<A> activation(problem_);
-    const bool narrow = sizeof(T) == 2 && problem_.output_dtype == problem_.dtype;
-    char* const first = static_cast<char*>(problem_.output) +
-                        offset(tile) * (sizeof(T) > 2 || narrow ? sizeof(T) : sizeof(A));
+    const ActivationOf<A, O> activation(problem_);
+    char* const first = reinterpret_cast<char*>(static_cast<O*>(problem_.output) + offset(tile));
     advance(finished_slot_, reloads());
 #pragma unroll 1
     for (int i = 0; i < chunks(); ++i) {
@@ -558,7 +556,7 @@ class TileBlock {
         }
         // Less than a quarter of the last place of a 16-bit result: the values of a group that is
         // not constant differ by 2^-12 of the mean, and this is below 2^-24 of it.
-        if (!narrow) {
+        if constexpr (sizeof(O) > 2) {
 #pragma unroll
           for (int j = 0; j < kTogether * V; ++j) z[j] -= rest[j % V / kRun];
         }
@@ -570,12 +568,10 @@ class TileBlock {
 #pragma unroll
         for (int r = 0; r < kTogether; ++r) {
           if (r > 0 && !both) break;
-          char* const there = to + r * tiling_.row_step_out;
-          if (sizeof(T) > 2 || narrow) {
-            put<T>(z, r * V, there);
-          } else {
-            put<A>(z, r * V, there);
-          }
+          Vector<O, V> y;
+#pragma unroll
+          for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[r * V + j]);
+          store(reinterpret_cast<O*>(to + r * tiling_.row_step_out), y);
         }
         from += kTogether * tiling_.row_pitch;
         to += kTogether * tiling_.row_step_out;
@@ -583,15 +579,6 @@ class TileBlock {
       advance(finished_slot_, 1);
       copy_next_chunk();
     }
-  }
-
-  // Stores the elements z[begin, begin + V).
-  template <class O>
-  FXFUSE_INLINE void put(const A (&z)[kTogether * V], int begin, char* to) const {
-    Vector<O, V> y;
-#pragma unroll
-    for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[begin + j]);
-    store(reinterpret_cast<O*>(to), y);
   }
 
   const Forward& problem_;
@@ -611,20 +598,20 @@ class TileBlock {
 };
 
 // 64 registers: two blocks of 512 threads on a processor, or more smaller ones.
-template <class T, int kRun>
+template <class T, class O, int kRun>
 __global__ __launch_bounds__(kTileThreads,
                              2) void normalize_tile(const __grid_constant__ Forward problem,
                                                     const __grid_constant__ Tiling tiling) {
   extern __shared__ __align__(16) unsigned char shared[];
-  TileBlock<T, kRun, false>(problem, tiling, nullptr, shared).run();
+  TileBlock<T, O, kRun, false>(problem, tiling, nullptr, shared).run();
 }
 
-template <class T, int kRun>
+template <class T, class O, int kRun>
 __global__ __launch_bounds__(kTileThreads) void normalize_tiles(
     const __grid_constant__ Forward problem, const __grid_constant__ Tiling tiling,
     Pair<Accumulate<T>>* const partial) {
   extern __shared__ __align__(16) unsigned char shared[];
-  TileBlock<T, kRun, true>(problem, tiling, partial, shared).run();
+  TileBlock<T, O, kRun, true>(problem, tiling, partial, shared).run();
 }
 
 // ---- chunks of rows, in three launches ----------------------------------------------------------
@@ -741,7 +728,7 @@ __global__ __launch_bounds__(kThreads, 2) void normalize_channels_last(const For
   const T* x = static_cast<const T*>(problem.input);
   O* y = static_cast<O*>(problem.output);
   const ColumnParameters<T, V> parameters(problem, column);
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const int64_t step = column.slots;
   for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
     Loaded<T, V> data[K];

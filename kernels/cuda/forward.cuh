@@ -32,21 +32,21 @@ cudaError_t launch_ring(const Forward& p, const ForwardPlan& plan, void* workspa
       p.device, shape, stream, p, ring, Divisor::of(p.num_groups), static_cast<Slot*>(workspace));
 }
 
-template <class T, int kRun = 16 / sizeof(T)>
+template <class T, class O, int kRun = 16 / sizeof(T)>
 cudaError_t launch_tiles(const Forward& p, const Tiling& tiling, void* workspace,
                          cudaStream_t stream) {
   if constexpr (kRun > 1) {
-    if (tiling.run < kRun) return launch_tiles<T, kRun / 2>(p, tiling, workspace, stream);
+    if (tiling.run < kRun) return launch_tiles<T, O, kRun / 2>(p, tiling, workspace, stream);
   }
   Shape shape = {tiling.members, tiling.threads, tiling.bytes};
   if (tiling.by_grid) {
     shape.cooperative = true;
-    return launch_shared<normalize_tiles<T, kRun>>(p.device, shape, stream, p, tiling,
+    return launch_shared<normalize_tiles<T, O, kRun>>(p.device, shape, stream, p, tiling,
                                                    static_cast<Pair<Accumulate<T>>*>(workspace));
   }
   shape.blocks *= tiling.tiles;
   shape.cluster = tiling.members;
-  return launch_shared<normalize_tile<T, kRun>>(p.device, shape, stream, p, tiling);
+  return launch_shared<normalize_tile<T, O, kRun>>(p.device, shape, stream, p, tiling);
 }
 
 // ---- what reads twice: the statistics are in the problem ----------------------------------------
@@ -113,7 +113,7 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
       break;
     case Way::kTile:
     case Way::kGridTiles:
-      if constexpr (sizeof(T) <= 4) error = launch_tiles<T>(p, plan.tiling, workspace, stream);
+      if constexpr (sizeof(T) <= 4) error = launch_tiles<T, O>(p, plan.tiling, workspace, stream);
       break;
     case Way::kChunks:
     case Way::kRowChunks:

@@ -136,7 +136,7 @@ __global__ __launch_bounds__(kMostGroupThreads,
   statistics.rstd = rstd_of(moments.m2 / static_cast<A>(size), static_cast<A>(problem.eps));
   if (rank == 0 && thread == 0) save(problem, group, statistics);
 
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const auto center = [&](A value) {
     return kPivot ? (value - statistics.mean) - statistics.rest : value - statistics.mean;
   };

@@ -236,7 +236,7 @@ __global__ __launch_bounds__(kRingThreads,
     const int index = thread - 32 * (2 + kStatisticsWarps);
     const int channels = static_cast<int>(problem.channels / problem.num_groups);
     const bool wide = affine_is_wide(problem);
-    const ActivationOf<float> activation(problem);
+    const ActivationOf<float, O> activation(problem);
     Place place, done;
     for (int64_t group = team; group < groups; group += plan.teams) {
       O* const y = static_cast<O*>(problem.output) + group * group_size;

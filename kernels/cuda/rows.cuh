@@ -149,7 +149,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
       }
     }
   }
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const A count = static_cast<A>(size), share = A(1) / count;
 
   for (int round = 0; round < teams.rounds; ++round) {
