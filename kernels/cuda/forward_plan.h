@@ -236,23 +236,23 @@ inline int tile_width(const Forward& p, int64_t row_bytes, int64_t tile_bytes, i
 inline bool choose_tiling(const Forward& p, const Gpu& gpu, Tiling& t) {
   // In a few values the rounding of their distance from the pivot shows in the mean.
   if (gpu.multiprocessors == 0 || p.dtype == kDouble || group_size(p) < 256) return false;
-  // Of a block, where there are four on a processor, and two.
-  constexpr int64_t kSlice = 50 * 1024, kLargeSlice = 102 * 1024;
+  constexpr int64_t kSlice = 50 * 1024;  // of a block, where there are four on a processor
 
   TileChoice choice = {};
-  // Rows of 128 bytes; of 64 where no cluster could hold them, or where they gave too few tiles.
   const auto tile_bytes = [&] { return choice.width * 16 * p.spatial; };
   const auto tiles = [&] { return p.batch * (p.channels / vector_width(p.dtype) / choice.width); };
+  // Rows of 128 bytes; of 64 where no cluster could hold them, or where they gave too few tiles.
   choice.width = tile_width(p, 128, 12 * 1024, kTileThreads);
   if (choice.width == 0) return false;
-  if (tile_bytes() > 16 * kLargeSlice ||
-      (tile_bytes() > 64 * 1024 && tiles() * 16 < gpu.multiprocessors)) {
+  if (tile_bytes() > 16 * kSlice ||
+      (tile_bytes() > 64 * 1024 && tiles() * 16 < gpu.multiprocessors) ||
+      (tile_bytes() < 48 * 1024 && tiles() * 2 < gpu.multiprocessors)) {
     choice.width = tile_width(p, 64, 0, kTileThreads);
   }
 
-  if (tile_bytes() > 16 * kLargeSlice) {
+  if (tile_bytes() > 16 * kSlice) {
     choice.width = tile_width(p, 1024, 0, 64);
-    if (choice.width == 0 || tile_bytes() < 8 << 20 || !gpu.cooperates) return false;
+    if (choice.width == 0 || tile_bytes() < 24 << 20 || !gpu.cooperates) return false;
     choice.by_grid = true;
     choice.members = gpu.multiprocessors;
     choice.threads = kTileThreads;
@@ -269,13 +269,14 @@ inline bool choose_tiling(const Forward& p, const Gpu& gpu, Tiling& t) {
     choice.members *= 2;
   }
   if (choice.members > gpu.largest_cluster) return false;
-  const int64_t slice = ceil_div(p.spatial, choice.members) * choice.width * 16;
-  // 8 rows for a thread; in large slices more, for there are 1024 threads on a processor.
-  const int64_t most = slice > kSlice ? kTileThreads : kTileThreads / 2;
+  // About 8 rows for a thread, in a power of two of lines.
+  int64_t lines = 1;
+  while (lines * 8 < ceil_div(p.spatial, choice.members)) lines *= 2;
   const int64_t least = std::max<int64_t>(64, ceil_div(choice.width, 32) * 32);
-  choice.threads = static_cast<int>(std::max(least, std::min(most, slice / 16 / 8 / 32 * 32)));
+  choice.threads = static_cast<int>(
+      std::max(least, std::min<int64_t>(ceil_div(lines * choice.width, 32) * 32, 256)));
   // The parts behind the tile are large where groups are narrow: then fewer blocks.
-  for (choice.blocks = slice > kSlice ? 2 : 4; choice.blocks > 0; --choice.blocks) {
+  for (choice.blocks = 4; choice.blocks > 0; --choice.blocks) {
     if (complete(p, gpu, choice, t)) return true;
   }
   return false;
@@ -314,7 +315,8 @@ struct ForwardPlan {
     };
     vectors = have_vectors(width);
     if (channels_last) {
-      columns = ColumnTiles::of(p, vectors ? width : 1);
+      columns =
+          ColumnTiles::even(p, vectors ? width : 1, int64_t(8) * std::max(gpu.multiprocessors, 16));
       way = !vectors || !choose_tiling(p, gpu, tiling) ? Way::kRowChunks
             : tiling.by_grid                           ? Way::kGridTiles
                                                        : Way::kTile;

@@ -145,6 +145,22 @@ struct ColumnTiles {
     return {width, kThreads / width, ceil_div(columns, width), Chunks::of(problem.spatial, 128)};
   }
 
+  // Tiles of the same width, and chunks of at least 4 rows for a thread, for about that many
+  // blocks.
+  static ColumnTiles even(const Problem& problem, int vector, int64_t blocks) {
+    const int64_t columns = problem.channels / vector;
+    ColumnTiles tiles;
+    tiles.count = ceil_div(columns, 64);
+    tiles.width = static_cast<int>(ceil_div(columns, tiles.count));
+    tiles.slots = kThreads / tiles.width;
+    const int64_t rows = ceil_div(problem.batch * problem.spatial * tiles.count, blocks);
+    const int64_t most = std::max<int64_t>(rows, 4 * tiles.slots);
+    tiles.chunks.count = ceil_div(problem.spatial, most);
+    tiles.chunks.size = ceil_div(problem.spatial, tiles.chunks.count);
+    tiles.chunks.count = ceil_div(problem.spatial, tiles.chunks.size);
+    return tiles;
+  }
+
   int64_t blocks(const Problem& problem) const { return problem.batch * chunks.count * count; }
 };
 
