@@ -8,10 +8,11 @@
 // travel and results leave, the next copies are on their way.  What the chip cannot hold gives way
 // in the order in which it came, and is read again backwards, for the L2 cache still holds the last
 // of it (normalize_tiles).  Elsewhere: moments of chunks of rows, merged by a second launch, and a
-// second pass over the data in a third.
+// second pass over the data, from its end, in a third.
 //
-// Statistics.  As in groups.cuh: relative to the group's first value, so that a constant group
-// gives exactly 0; two passes over rows in registers; Chan's formula in a fixed order.
+// Statistics.  Two passes over some rows in registers, then Chan's formula in a fixed order.  As in
+// groups.cuh, relative to the group's first value where input or output is wider than 16 bits.
+// Means are averaged by their distance from one of them, so that a constant group gives exactly 0.
 //
 // Work split.  See Tiling and choose_tiling (forward_plan.h); a thread owns a column of vectors.
 //
@@ -640,12 +641,6 @@ __global__ __launch_bounds__(kTileThreads) void normalize_tiles(
 
 constexpr int kRowsInFlight = 4;  // of a thread
 
-// Blocks on a multiprocessor: as many as have enough registers.
-template <class T, int V, int kRun>
-constexpr int kRowBlocks = sizeof(T) == 8             ? 2
-                           : V / kRun > 4 || kRun > 4 ? 3
-                                                      : 4;
-
 // A thread of the first and of the last launch: a column of vectors, through every slots-th row of
 // a chunk, K of them at once.  kRun neighbouring channels lie in one vector and one group.
 template <class T, int V, int kRun>
@@ -683,7 +678,7 @@ struct RowWalk : Column<V> {
 // Moments of `fold` runs in a chunk of rows, relative to the first value of their group where the
 // statistics need that: (batch, chunks, channels / (kRun * fold)).
 template <class T, class O, int V, int kRun>
-__global__ __launch_bounds__(kThreads, kRowBlocks<T, V, kRun>) void measure_rows(
+__global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void measure_rows(
     const Problem problem, const ColumnTiles tiles, const Divisor per_group, const int fold,
     Moments<Accumulate<T>>* const partial) {
   using Walk = RowWalk<T, V, kRun>;
@@ -802,8 +797,11 @@ __global__ __launch_bounds__(kThreads) void merge_rows(
 
 // From the end, for the L2 cache still holds it.
 template <class T, class O, int V, int kRun>
-__global__ __launch_bounds__(kThreads, kRowBlocks<T, V, kRun>) void normalize_rows_of_channels(
-    const Forward problem, const ColumnTiles tiles, const Divisor per_group) {
+__global__ __launch_bounds__(
+    kThreads,
+    row_blocks(sizeof(T), V, kRun)) void normalize_rows_of_channels(const Forward problem,
+                                                                    const ColumnTiles tiles,
+                                                                    const Divisor per_group) {
   using Walk = RowWalk<T, V, kRun>;
   using A = Accumulate<T>;
   constexpr int K = kRowsInFlight, kRuns = Walk::kRuns;
