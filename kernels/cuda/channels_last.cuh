@@ -642,10 +642,9 @@ __global__ __launch_bounds__(kTileThreads) void normalize_tiles(
 constexpr int kRowsInFlight = 4;  // of a thread
 
 // A thread of the first and of the last launch: a column of vectors, through every slots-th row of
-// a chunk, K of them at once.  kRun neighbouring channels lie in one vector and one group.
+// a chunk, several of them at once.  kRun neighbouring channels lie in one vector and one group.
 template <class T, int V, int kRun>
 struct RowWalk : Column<V> {
-  using A = Accumulate<T>;
   static constexpr int kRuns = V / kRun;
 
   using Column<V>::Column;
@@ -655,8 +654,8 @@ struct RowWalk : Column<V> {
     return per_group.quotient(this->channel + n * kRun);
   }
 
-  // Calls body(rows, first) with the rows from `first` on as they lie in memory, and which of them
-  // exist: all or a number, which is at least 1.
+  // Calls body(rows, left): K rows as they lie in memory, of which the first `left` exist, at least
+  // one, or all of them.
   template <int K, class Body>
   FXFUSE_INLINE void over_rows(const Problem& problem, Body body) const {
     const int64_t step = this->slots * problem.channels;
@@ -678,7 +677,7 @@ struct RowWalk : Column<V> {
 // Moments of `fold` runs in a chunk of rows, relative to the first value of their group where the
 // statistics need that: (batch, chunks, channels / (kRun * fold)).
 template <class T, class O, int V, int kRun>
-__global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void measure_rows(
+__global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void measure_row_chunks(
     const Problem problem, const ColumnTiles tiles, const Divisor per_group, const int fold,
     Moments<Accumulate<T>>* const partial) {
   using Walk = RowWalk<T, V, kRun>;
@@ -754,7 +753,7 @@ __global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void meas
 // A team for each group.  A row of `partial` has `runs` entries for each group, of `run` channels
 // each.
 template <class T, class O>
-__global__ __launch_bounds__(kThreads) void merge_rows(
+__global__ __launch_bounds__(kThreads) void merge_row_chunks(
     const Forward problem, const Chunks chunks, const Divisor num_groups, const Divisor runs,
     const int run, const int lanes, const Moments<Accumulate<T>>* const partial) {
   using A = Accumulate<T>;
@@ -797,11 +796,8 @@ __global__ __launch_bounds__(kThreads) void merge_rows(
 
 // From the end, for the L2 cache still holds it.
 template <class T, class O, int V, int kRun>
-__global__ __launch_bounds__(
-    kThreads,
-    row_blocks(sizeof(T), V, kRun)) void normalize_rows_of_channels(const Forward problem,
-                                                                    const ColumnTiles tiles,
-                                                                    const Divisor per_group) {
+__global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void normalize_row_chunks(
+    const Forward problem, const ColumnTiles tiles, const Divisor per_group) {
   using Walk = RowWalk<T, V, kRun>;
   using A = Accumulate<T>;
   constexpr int K = kRowsInFlight, kRuns = Walk::kRuns;

@@ -87,12 +87,12 @@ cudaError_t launch_row_chunks(const Forward& p, const ForwardPlan& plan, void* w
   Shape of_tiles = {tiles.blocks(p), kThreads}, of_groups = of_teams(p.batch * p.num_groups, lanes);
   of_tiles.early = of_groups.early = plan.gpu.clusters;
   cudaError_t error =
-      launch(measure_rows<T, O, V, kRun>, of_tiles, stream, p, tiles, group, fold, partial);
+      launch(measure_row_chunks<T, O, V, kRun>, of_tiles, stream, p, tiles, group, fold, partial);
   if (error != cudaSuccess) return error;
-  error = launch(merge_rows<T, O>, of_groups, stream, p, tiles.chunks, Divisor::of(p.num_groups),
-                 Divisor::of(runs / fold), kRun * fold, lanes, partial);
+  error = launch(merge_row_chunks<T, O>, of_groups, stream, p, tiles.chunks,
+                 Divisor::of(p.num_groups), Divisor::of(runs / fold), kRun * fold, lanes, partial);
   if (error != cudaSuccess) return error;
-  return launch(normalize_rows_of_channels<T, O, V, kRun>, of_tiles, stream, p, tiles, group);
+  return launch(normalize_row_chunks<T, O, V, kRun>, of_tiles, stream, p, tiles, group);
 }
 
 template <class T, class O, int V>
