@@ -66,9 +66,15 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
       MUST(plan.chunk_plan.count * plan.chunk_plan.chunk * (plan.vector_chunks ? width : 1) >=
            size - (plan.vector_chunks ? width : 1));
       break;
-    case Way::kRowChunks:
-      MUST(plan.columns.chunks.count * plan.columns.chunks.size >= p.spatial);
+    case Way::kRowChunks: {
+      const ColumnTiles& t = plan.columns;
+      MUST(t.width >= 1 && t.slots >= 1 && t.width * t.slots <= kThreads);
+      MUST(t.width * t.count * (plan.vectors ? width : 1) >= p.channels);
+      MUST(t.width * (t.count - 1) * (plan.vectors ? width : 1) < p.channels);
+      MUST(t.chunks.count >= 1 && t.chunks.count * t.chunks.size >= p.spatial);
+      MUST((t.chunks.count - 1) * t.chunks.size < p.spatial);
       break;
+    }
   }
   return nullptr;
 }

@@ -41,9 +41,12 @@ CHANNELS_LAST: dict[str, tuple[tuple[int, ...], int]] = {
     "a cluster, with rows of several tiles": ((2, 320, 32, 31), 32),
     "a cluster for each of many tiles": ((70, 64, 29, 31), 4),
     "a cluster, with members that have no rows": ((1, 2048, 7, 7), 1),
-    "the grid": ((1, 32, 347, 401), 8),
-    "the grid for several tiles": ((2, 64, 251, 263), 8),
-    "three launches": ((2, 13, 40, 50), 13),
+    "the grid": ((1, 32, 627, 637), 8),
+    "the grid for several tiles": ((2, 32, 627, 637), 8),
+    "three launches": ((1, 32, 347, 401), 8),
+    "three launches, with groups of odd vectors": ((1, 40, 149, 151), 4),
+    "three launches, with more channels than a block takes": ((1, 640, 37, 41), 1),
+    "three launches, by elements": ((2, 13, 40, 50), 13),
     "three launches, with small groups": ((3, 64, 3, 5), 16),
 }
 

@@ -55,6 +55,11 @@ FXFUSE_INLINE V select(Mask mask, V a, V b) {
 }
 
 template <class V>
+FXFUSE_INLINE V magnitude(V value) {
+  return select(value < V{}, -value, value);
+}
+
+template <class V>
 FXFUSE_INLINE V divide(V a, V b) {
   return a / b;
 }

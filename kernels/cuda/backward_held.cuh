@@ -154,7 +154,7 @@ __global__ __launch_bounds__(kThreads, held_blocks(sizeof(Accumulate<T>))) void 
   }
   // No block writes to another that has not begun.
   if (held.cluster > 1) cluster_barrier();
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   int round = 0;
   for (int64_t tile = first_tile; tile < held.tiles; tile += stride, ++round) {
     const int tasks = tasks_of(tile);
@@ -330,7 +330,7 @@ __global__ __launch_bounds__(kThreads, held_blocks(sizeof(Accumulate<T>))) void 
 
   // No block writes to another that has not begun.
   if (held.cluster > 1) cluster_barrier();
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   int round = 0;
   for (int64_t tile = first_tile; tile < held.tiles; tile += stride, ++round) {
     const int64_t sample = tile / held.across, offset = offset_of(tile);

@@ -112,7 +112,7 @@ __global__ __launch_bounds__(kBackwardRowThreads,
       }
     });
   };
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const A share = A(1) / size;
   const auto work_on = [&](const Row<T, O, V, K>& row, int64_t sample) {
     const Normal<A> normal(row.mean, row.rest, row.rstd);
@@ -352,7 +352,7 @@ __launch_bounds__(kThreads, long_row_blocks(sizeof(Accumulate<T>))) void long_ro
   });
   if (exchanging) cluster_barrier();  // no block arrives at another that has not begun
 
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   // Calls body(c, xhat, dz) for the vectors c to c + U of those that the thread has of a row.
   const auto over_row = [&](int row, const Normal<A>& normal, auto body) {
     const T* x = reinterpret_cast<const T*>(x_room(row));

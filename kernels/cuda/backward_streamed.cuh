@@ -67,7 +67,7 @@ __global__ __launch_bounds__(kThreads) void sum_channels(const Backward problem,
     const A bias = load_channel<T>(problem.bias, wide, channel, A(0));
     const int64_t per_group = problem.channels / problem.num_groups;
     const auto normal = load_normal<A>(problem, sample * problem.num_groups + channel / per_group);
-    const ActivationOf<A> activation(problem);
+    const ActivationOf<A, O> activation(problem);
     over_vectors<V, T, O>(
         problem, begin + int64_t(team.rank) * V, step, end,
         [&](int64_t i) { return plane * problem.spatial + i; },
@@ -111,7 +111,7 @@ __global__ __launch_bounds__(kThreads,
       const auto& its = parameters.statistics[j];
       normal[j] = Normal<A>(its.mean, its.rest, its.rstd);
     }
-    const ActivationOf<A> activation(problem);
+    const ActivationOf<A, O> activation(problem);
     const int64_t step = column.slots;
     over_vectors<V, T, O>(
         problem, column.begin + column.slot, step, column.end,
@@ -200,7 +200,7 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 0) void input_gradie
   const int64_t channel = index % problem.num_groups * channels;
   const auto normal = load_normal<A>(problem, index);
   const InputGradient<A> gradient(normal.rstd, means[index], size);
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   over_vectors<V, T, O>(
       problem, chunk * chunks.size + int64_t(team.rank) * V, step, end,
       [&](int64_t i) { return index * size + i; },
@@ -253,7 +253,7 @@ __global__ __launch_bounds__(kThreads, 2) void input_gradient_channels_last(
     gradient[j] = InputGradient<A>(parameters.statistics[j].rstd, means[column.group(problem, j)],
                                    problem.channels / problem.num_groups * problem.spatial);
   }
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const int64_t step = column.slots;
   over_vectors<V, T, O>(
       problem, column.begin + column.slot, step, column.end,

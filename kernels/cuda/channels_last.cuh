@@ -8,10 +8,11 @@
 // travel and results leave, the next copies are on their way.  What the chip cannot hold gives way
 // in the order in which it came, and is read again backwards, for the L2 cache still holds the last
 // of it (normalize_tiles).  Elsewhere: moments of chunks of rows, merged by a second launch, and a
-// second pass over the data in a third.
+// second pass over the data, from its end, in a third.
 //
-// Statistics.  As in groups.cuh: relative to the group's first value, so that a constant group
-// gives exactly 0; two passes over rows in registers; Chan's formula in a fixed order.
+// Statistics.  Two passes over some rows in registers, then Chan's formula in a fixed order.  As in
+// groups.cuh, relative to the group's first value where input or output is wider than 16 bits.
+// Means are averaged by their distance from one of them, so that a constant group gives exactly 0.
 //
 // Work split.  See Tiling and choose_tiling (forward_plan.h); a thread owns a column of vectors.
 //
@@ -31,6 +32,56 @@
 #include "normalize.cuh"
 
 namespace fxfuse::cuda {
+
+// Moments of kRuns runs of kRun neighbouring channels in a vector, over rows, relative to origins.
+template <class A, int kRuns, int kRun>
+struct RunMoments {
+  Moments<A> of[kRuns] = {};
+  A count = 0;  // of each
+
+  // Adds those of R rows, of which the first `existing` exist (at least 1; kAll: all): two passes
+  // over registers, then Chan's formula.  Without kOrigins, these are 0.
+  template <bool kAll, bool kOrigins, class T, int V, int R>
+  FXFUSE_INLINE void add(const Loaded<T, V> (&rows)[R], int existing, const A (&origins)[kRuns]) {
+    static_assert(V == kRuns * kRun);
+    const A added = kAll ? A(R * kRun) : static_cast<A>(existing * kRun);
+    const A inverse = kAll ? A(1) / (R * kRun) : divide(A(1), added);
+    const A share = divide(added, count + added);
+#pragma unroll
+    for (int n = 0; n < kRuns; ++n) {
+      A values[R * kRun], of_row[R] = {}, sum = 0;  // for an addition waits for the one before
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (kAll || r < existing) {
+#pragma unroll
+          for (int j = 0; j < kRun; ++j) {
+            A& value = values[r * kRun + j];
+            value = rows[r].at(n * kRun + j);
+            if constexpr (kOrigins) value -= origins[n];
+            of_row[r] += value;
+          }
+        }
+        sum += of_row[r];
+      }
+      // R * kRun is a power of two: no rounding.
+      Moments<A> here = {kAll ? sum * inverse : quotient(sum, added, inverse), 0};
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        of_row[r] = 0;
+        if (kAll || r < existing) {
+#pragma unroll
+          for (int j = 0; j < kRun; ++j) {
+            const A distance = values[r * kRun + j] - here.mean;
+            of_row[r] = multiply_add(distance, distance, of_row[r]);
+          }
+        }
+        here.m2 += of_row[r];
+      }
+      of[n].merge(here, count, share);
+    }
+    count += added;
+  }
+};
 
 // ---- tiles in shared memory, in one launch ------------------------------------------------------
 
@@ -85,7 +136,7 @@ FXFUSE_INLINE bool fetch(const Moments<float>* from, Moments<float>& moments) {
 
 // A block of either kernel, for all types but double.  A thread reads from the chunks only what it
 // copied there itself: its column of vectors in every lines-th row.
-template <class T, int kRun, bool kGrid>
+template <class T, class O, int kRun, bool kGrid>
 class TileBlock {
  public:
   FXFUSE_INLINE TileBlock(const Forward& problem, const Tiling& tiling,
@@ -124,6 +175,8 @@ class TileBlock {
       }
       arrive_at_cluster_barrier();
     }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
 #pragma unroll 1
     for (int slot = 0; slot < slots(); ++slot) copy_next_chunk();
     fetch_pivots(0, first_pivot(0));
@@ -157,6 +210,7 @@ class TileBlock {
   using A = Accumulate<T>;
   static constexpr int V = 16 / sizeof(T);
   static constexpr int kRuns = V / kRun;
+  static constexpr bool kPivot = kHasPivot<T, O>;
   static constexpr int kTogether = kGrid && kRuns <= 4 ? 2 : 1;  // rows: as registers allow
   static constexpr int kRowsAtOnce = sizeof(T) == 4 ? (kRun == 1 ? 4 : 8) : kRun == 1 ? 2 : 4;
 
@@ -307,11 +361,11 @@ class TileBlock {
 
   FXFUSE_INLINE A first_pivot(int tile) const {
     const int group = threadIdx.x;
-    return tile < count_ && group < tiling_.groups ? pivot_of(tile, group) : A(0);
+    return kPivot && tile < count_ && group < tiling_.groups ? pivot_of(tile, group) : A(0);
   }
 
   FXFUSE_INLINE void fetch_pivots(int tile, A first) const {
-    if (tile >= count_) return;
+    if (!kPivot || tile >= count_) return;
     int group = threadIdx.x;
     if (group < tiling_.groups) pivots(tile)[group] = first;
 #pragma unroll 1
@@ -326,11 +380,12 @@ class TileBlock {
 
   // Leaves the moments of every thread's runs in scratch().
   FXFUSE_INLINE void measure(int tile) {
-    A pivot[kRuns];
+    A origins[kRuns];
+    if constexpr (kPivot) {
 #pragma unroll
-    for (int n = 0; n < kRuns; ++n) pivot[n] = pivots(tile)[group_[n]];
-    Moments<A> running[kRuns] = {};
-    A count = 0;
+      for (int n = 0; n < kRuns; ++n) origins[n] = pivots(tile)[group_[n]];
+    }
+    RunMoments<A, kRuns, kRun> running;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks(); ++chunk) {
       wait_for(tile * (chunks() + reloads()) + chunk);
@@ -338,12 +393,12 @@ class TileBlock {
       int left = rows_in(chunk);
 #pragma unroll 1
       for (; left >= kRowsAtOnce; left -= kRowsAtOnce) {
-        add_rows<kRowsAtOnce>(from, pivot, running, count);
+        add_rows<kRowsAtOnce>(from, origins, running);
         from += kRowsAtOnce * tiling_.row_pitch;
       }
 #pragma unroll 1
       for (; left > 0; --left) {
-        add_rows<1>(from, pivot, running, count);
+        add_rows<1>(from, origins, running);
         from += tiling_.row_pitch;
       }
       advance(measured_slot_, 1);
@@ -352,7 +407,7 @@ class TileBlock {
     advance(measured_slot_, reloads());
     if (line_ < tiling_.lines) {
 #pragma unroll
-      for (int n = 0; n < kRuns; ++n) scratch()[threadIdx.x * kRuns + n] = running[n];
+      for (int n = 0; n < kRuns; ++n) scratch()[threadIdx.x * kRuns + n] = running.of[n];
     }
   }
 
@@ -360,58 +415,25 @@ class TileBlock {
     return load<T, V>(reinterpret_cast<const T*>(vector));
   }
 
-  // Two passes over R rows in registers, then Chan's formula.
   template <int R>
-  FXFUSE_INLINE void add_rows(const char* from, const A (&pivot)[kRuns],
-                              Moments<A> (&running)[kRuns], A& count) const {
-    Loaded<T, V> data[R];
+  FXFUSE_INLINE void add_rows(const char* from, const A (&origins)[kRuns],
+                              RunMoments<A, kRuns, kRun>& running) const {
+    Loaded<T, V> rows[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) data[r] = in_row(from + r * tiling_.row_pitch);
-    A values[R][V];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) values[r][j] = data[r].at(j);
-    }
-    const A share = divide(A(R * kRun), count + R * kRun);
-#pragma unroll
-    for (int n = 0; n < kRuns; ++n) {
-      // A sum for each row, so that not every addition waits for the one before.
-      A of_row[R] = {}, sum = 0;
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-#pragma unroll
-        for (int j = n * kRun; j < (n + 1) * kRun; ++j) {
-          values[r][j] -= pivot[n];
-          of_row[r] += values[r][j];
-        }
-        sum += of_row[r];
-      }
-      Moments<A> here = {sum * (A(1) / (R * kRun)), 0};  // a power of two: no rounding
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        of_row[r] = 0;
-#pragma unroll
-        for (int j = n * kRun; j < (n + 1) * kRun; ++j) {
-          const A distance = values[r][j] - here.mean;
-          of_row[r] += distance * distance;
-        }
-        here.m2 += of_row[r];
-      }
-      running[n].merge(here, count, share);
-    }
-    count += R * kRun;
+    for (int r = 0; r < R; ++r) rows[r] = in_row(from + r * tiling_.row_pitch);
+    running.template add<true, kPivot>(rows, R, origins);
   }
 
   // Moments of `total` values from those of parts: each(body) calls body(moments, count) for this
-  // lane's.  By a warp, and to the same bits in each lane.
+  // lane's.  By a warp, and to the same bits in each lane.  `some` is the mean of one of the parts:
+  // equal ones have themselves as their mean.
   template <class Each>
-  FXFUSE_INLINE static Moments<A> merged(A total, Each each) {
+  FXFUSE_INLINE static Moments<A> merged(A total, A some, Each each) {
     const Team warp(32);
     A sum[1] = {};
-    each([&](const Moments<A>& part, A count) { sum[0] += part.mean * count; });
+    each([&](const Moments<A>& part, A count) { sum[0] += (part.mean - some) * count; });
     warp.sum(sum);
-    const A mean = total > A(0) ? sum[0] / total : A(0);
+    const A mean = total > A(0) ? some + sum[0] / total : A(0);
     A m2[1] = {};
     each([&](const Moments<A>& part, A count) {
       const A distance = part.mean - mean;
@@ -453,7 +475,8 @@ class TileBlock {
     each_group([&](int group) {
       const int parts = tiling_.lines * runs;
       const Moments<A>* first = scratch() + group * runs;
-      const Moments<A> moments = merged(static_cast<A>(rows_) * tiling_.per_group, [&](auto body) {
+      const A total = static_cast<A>(rows_) * tiling_.per_group;
+      const Moments<A> moments = merged(total, first->mean, [&](auto body) {
 #pragma unroll 2
         for (int i = lane; i < parts; i += 32) {
           const int line = runs == 1 ? i : static_cast<int>(static_cast<unsigned>(i) / runs);
@@ -494,19 +517,19 @@ class TileBlock {
           all = true;
           each<K>(lane, 32, members, [&](int k, int i) { all &= post::fetch(from + i, part[k]); });
         } while (!all);
-        moments = merged(total, [&](auto body) {
+        moments = merged(total, __shfl_sync(~0u, part[0].mean, 0), [&](auto body) {
           each<K>(lane, 32, members, [&](int k, int i) { body(part[k], count_of(i)); });
         });
       } else {
         __syncwarp();  // with its only member, this warp has written it
         const Moments<A>* from = list() + group * members;
-        moments = merged(total, [&](auto body) {
+        moments = merged(total, from->mean, [&](auto body) {
           if (lane < members) body(from[lane], count_of(lane));
         });
       }
       if (lane != 0) return;
       Statistics<A> result;
-      split_mean(pivots(tile)[group], moments.mean, result);
+      split_mean(kPivot ? pivots(tile)[group] : A(0), moments.mean, result);
       result.rstd = rstd_of(moments.m2 / total, static_cast<A>(problem_.eps));
       statistics()[group] = result;
       if (rank_ == 0) {
@@ -530,10 +553,8 @@ class TileBlock {
 #pragma unroll
       for (int j = 0; j < kRun; ++j) scale[n * kRun + j] *= group.rstd;
     }
-    const ActivationOf<A> activation(problem_);
-    const bool narrow = sizeof(T) == 2 && problem_.output_dtype == problem_.dtype;
-    char* const first = static_cast<char*>(problem_.output) +
-                        offset(tile) * (sizeof(T) > 2 || narrow ? sizeof(T) : sizeof(A));
+    const ActivationOf<A, O> activation(problem_);
+    char* const first = reinterpret_cast<char*>(static_cast<O*>(problem_.output) + offset(tile));
     advance(finished_slot_, reloads());
 #pragma unroll 1
     for (int i = 0; i < chunks(); ++i) {
@@ -558,7 +579,7 @@ class TileBlock {
         }
         // Less than a quarter of the last place of a 16-bit result: the values of a group that is
         // not constant differ by 2^-12 of the mean, and this is below 2^-24 of it.
-        if (!narrow) {
+        if constexpr (sizeof(O) > 2) {
 #pragma unroll
           for (int j = 0; j < kTogether * V; ++j) z[j] -= rest[j % V / kRun];
         }
@@ -570,12 +591,10 @@ class TileBlock {
 #pragma unroll
         for (int r = 0; r < kTogether; ++r) {
           if (r > 0 && !both) break;
-          char* const there = to + r * tiling_.row_step_out;
-          if (sizeof(T) > 2 || narrow) {
-            put<T>(z, r * V, there);
-          } else {
-            put<A>(z, r * V, there);
-          }
+          Vector<O, V> y;
+#pragma unroll
+          for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[r * V + j]);
+          store(reinterpret_cast<O*>(to + r * tiling_.row_step_out), y);
         }
         from += kTogether * tiling_.row_pitch;
         to += kTogether * tiling_.row_step_out;
@@ -583,15 +602,6 @@ class TileBlock {
       advance(finished_slot_, 1);
       copy_next_chunk();
     }
-  }
-
-  // Stores the elements z[begin, begin + V).
-  template <class O>
-  FXFUSE_INLINE void put(const A (&z)[kTogether * V], int begin, char* to) const {
-    Vector<O, V> y;
-#pragma unroll
-    for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[begin + j]);
-    store(reinterpret_cast<O*>(to), y);
   }
 
   const Forward& problem_;
@@ -611,148 +621,225 @@ class TileBlock {
 };
 
 // 64 registers: two blocks of 512 threads on a processor, or more smaller ones.
-template <class T, int kRun>
+template <class T, class O, int kRun>
 __global__ __launch_bounds__(kTileThreads,
                              2) void normalize_tile(const __grid_constant__ Forward problem,
                                                     const __grid_constant__ Tiling tiling) {
   extern __shared__ __align__(16) unsigned char shared[];
-  TileBlock<T, kRun, false>(problem, tiling, nullptr, shared).run();
+  TileBlock<T, O, kRun, false>(problem, tiling, nullptr, shared).run();
 }
 
-template <class T, int kRun>
+template <class T, class O, int kRun>
 __global__ __launch_bounds__(kTileThreads) void normalize_tiles(
     const __grid_constant__ Forward problem, const __grid_constant__ Tiling tiling,
     Pair<Accumulate<T>>* const partial) {
   extern __shared__ __align__(16) unsigned char shared[];
-  TileBlock<T, kRun, true>(problem, tiling, partial, shared).run();
+  TileBlock<T, O, kRun, true>(problem, tiling, partial, shared).run();
 }
 
 // ---- chunks of rows, in three launches ----------------------------------------------------------
 
-// A block for a tile of columns and a chunk of rows.  partial is (batch, chunks, channels).
-template <class T, int V>
-__global__ __launch_bounds__(kThreads,
-                             2) void moments_channels_last(const Problem problem,
-                                                           const ColumnTiles tiles,
-                                                           Pair<Accumulate<T>>* const partial) {
-  using A = Accumulate<T>;
-  constexpr int K = kVectorsInFlight;
-  const Column<V> column(problem, tiles);
-  Moments<A> running[V] = {};
-  if (column.active) {
-    const int64_t per_group = problem.channels / problem.num_groups;
-    const T* input = static_cast<const T*>(problem.input);
-    const T* sample = input + column.sample * problem.spatial * problem.channels;
-    A pivot[V];
+constexpr int kRowsInFlight = 4;  // of a thread
+
+// A thread of the first and of the last launch: a column of vectors, through every slots-th row of
+// a chunk, several of them at once.  kRun neighbouring channels lie in one vector and one group.
+template <class T, int V, int kRun>
+struct RowWalk : Column<V> {
+  static constexpr int kRuns = V / kRun;
+
+  using Column<V>::Column;
+
+  // Of the group of run n among those of its sample.
+  FXFUSE_INLINE int64_t group_of(const Divisor& per_group, int n) const {
+    return per_group.quotient(this->channel + n * kRun);
+  }
+
+  // Calls body(rows, left): K rows as they lie in memory, of which the first `left` exist, at least
+  // one, or all of them.
+  template <int K, class Body>
+  FXFUSE_INLINE void over_rows(const Problem& problem, Body body) const {
+    const int64_t step = this->slots * problem.channels;
+    const T* from =
+        static_cast<const T*>(problem.input) + this->offset(problem, this->begin + this->slot);
+    int left = static_cast<int>(this->rows_of(this->slot));
+    for (; left > 0; left -= K) {
+      Loaded<T, V> rows[K];
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      pivot[j] = static_cast<A>(sample[(column.channel + j) / per_group * per_group]);
-    }
-    A count = 0;
-    const int64_t step = column.slots;
-    for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-      Loaded<T, V> data[K];
-      A added = 0;
-      each<K>(row, step, column.end, [&](int k, int64_t i) {
-        data[k] = load<T, V>(input + column.offset(problem, i));
-        added += 1;
-      });
-      const A share = added / (count + added), inverse = A(1) / added;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        A sum = 0;
-        each<K>(row, step, column.end, [&](int k, int64_t) { sum += data[k].at(j) - pivot[j]; });
-        Moments<A> here = {sum * inverse, 0};
-        each<K>(row, step, column.end, [&](int k, int64_t) {
-          const A centered = (data[k].at(j) - pivot[j]) - here.mean;
-          here.m2 += centered * centered;
-        });
-        running[j].merge(here, count, share);
+      for (int k = 0; k < K; ++k) {
+        if (k < left) rows[k] = load<T, V>(from + k * step);
       }
-      count += added;
+      body(rows, left);
+      from += K * step;
     }
   }
-  // One thread for each channel of the tile merges its slots.
-  __shared__ Moments<A> of_slot[kThreads * V];
+};
+
+// Moments of `fold` runs in a chunk of rows, relative to the first value of their group where the
+// statistics need that: (batch, chunks, channels / (kRun * fold)).
+template <class T, class O, int V, int kRun>
+__global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void measure_row_chunks(
+    const Problem problem, const ColumnTiles tiles, const Divisor per_group, const int fold,
+    Moments<Accumulate<T>>* const partial) {
+  using Walk = RowWalk<T, V, kRun>;
+  using A = Accumulate<T>;
+  constexpr int K = kRowsInFlight, kRuns = Walk::kRuns;
+  constexpr bool kPivot = kHasPivot<T, O>;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Walk walk(problem, tiles);
+  __shared__ Moments<A> of_slot[kThreads * kRuns];
+  if (walk.active) {
+    A origins[kRuns];
+    if constexpr (kPivot) {
+      const T* const sample =
+          static_cast<const T*>(problem.input) + walk.sample * problem.spatial * problem.channels;
 #pragma unroll
-  for (int j = 0; j < V; ++j) of_slot[threadIdx.x * V + j] = running[j];
+      for (int n = 0; n < kRuns; ++n) {
+        origins[n] = static_cast<A>(sample[walk.group_of(per_group, n) * per_group.divisor]);
+      }
+    }
+    RunMoments<A, kRuns, kRun> running;
+    walk.template over_rows<K>(problem, [&](const Loaded<T, V>(&rows)[K], int left) {
+      if (left >= K) {
+        running.template add<true, kPivot>(rows, K, origins);
+      } else {
+        running.template add<false, kPivot>(rows, left, origins);
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < kRuns; ++n) of_slot[threadIdx.x * kRuns + n] = running.of[n];
+  }
+  // A thread for each run of the tile merges its slots, those that have rows, and leaves the result
+  // where the first one was.
   __syncthreads();
-  const int width = tiles.width * V;
-  const int64_t channel = blockIdx.x % tiles.count * width + threadIdx.x;
-  if (static_cast<int>(threadIdx.x) >= width || channel >= problem.channels) return;
-  A mean = 0, m2 = 0;
-  for (int slot = 0; slot < tiles.slots; ++slot) {
-    mean += of_slot[slot * width + threadIdx.x].mean * static_cast<A>(column.rows_of(slot));
+  const int runs = tiles.width * kRuns, rows = static_cast<int>(walk.end - walk.begin);
+  const int slots = min(tiles.slots, rows);
+  // In float the rounding of the mean of a few values would show in a float32 result.
+  using Wide = std::conditional_t<kPivot, double, A>;
+  for (int run = threadIdx.x; run < runs; run += kThreads) {
+    const Wide some = of_slot[run].mean;
+    const int of_last = rows / tiles.slots, more = rows - of_last * tiles.slots;
+    Wide mean = 0, m2 = 0;
+#pragma unroll 4
+    for (int slot = 0; slot < slots; ++slot) {
+      mean += (of_slot[slot * runs + run].mean - some) * (of_last + (slot < more));
+    }
+    mean = mean / rows + some;
+#pragma unroll 4
+    for (int slot = 0; slot < slots; ++slot) {
+      const Moments<A> of = of_slot[slot * runs + run];
+      const Wide distance = of.mean - mean;
+      m2 += of.m2 + distance * distance * ((of_last + (slot < more)) * kRun);
+    }
+    of_slot[run] = {static_cast<A>(mean), static_cast<A>(m2)};
   }
-  mean /= static_cast<A>(column.end - column.begin);
-  for (int slot = 0; slot < tiles.slots; ++slot) {
-    const Moments<A> of = of_slot[slot * width + threadIdx.x];
-    const A distance = of.mean - mean;
-    m2 += of.m2 + distance * distance * static_cast<A>(column.rows_of(slot));
+  __syncthreads();
+  const unsigned tile = blockIdx.x % static_cast<unsigned>(tiles.count);
+  const int entries = runs / fold;
+  const int64_t row = problem.channels / (kRun * fold), first = int64_t(tile) * entries;
+  for (int entry = threadIdx.x; entry < entries && first + entry < row; entry += kThreads) {
+    const Moments<A>* const from = of_slot + entry * fold;
+    Moments<A> all = {};
+    for (int i = 0; i < fold; ++i) all.mean += from[i].mean - from->mean;
+    all.mean = all.mean * divide(A(1), static_cast<A>(fold)) + from->mean;
+    for (int i = 0; i < fold; ++i) {
+      const A distance = from[i].mean - all.mean;
+      all.m2 += from[i].m2 + distance * distance * (static_cast<A>(rows) * kRun);
+    }
+    partial[walk.part * row + first + entry] = all;
   }
-  partial[column.part * problem.channels + channel] = {mean, m2};
 }
 
-// A team for each group.
-template <class T>
-__global__ __launch_bounds__(kThreads) void merge_moments(const Forward problem,
-                                                          const Chunks chunks,
-                                                          const Pair<Accumulate<T>>* const partial,
-                                                          const int lanes) {
+// A team for each group.  A row of `partial` has `runs` entries for each group, of `run` channels
+// each.
+template <class T, class O>
+__global__ __launch_bounds__(kThreads) void merge_row_chunks(
+    const Forward problem, const Chunks chunks, const Divisor num_groups, const Divisor runs,
+    const int run, const int lanes, const Moments<Accumulate<T>>* const partial) {
   using A = Accumulate<T>;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const Team team(lanes);
-  const int64_t groups = problem.batch * problem.num_groups;
-  const int64_t per_group = problem.channels / problem.num_groups, rows = problem.spatial;
-  const int64_t sample = team.index / problem.num_groups, group = team.index % problem.num_groups;
-  const int64_t entries = team.index < groups ? chunks.count * per_group : 0;
-
+  const int64_t sample = num_groups.quotient(team.index);
+  const int64_t group = team.index - sample * problem.num_groups;
+  const int64_t row = problem.num_groups * runs.divisor;
+  const int64_t entries = sample < problem.batch ? chunks.count * runs.divisor : 0;
+  const Moments<A>* const from = partial + sample * chunks.count * row + group * runs.divisor;
   const auto over_entries = [&](auto body) {
+#pragma unroll 2
     for (int64_t entry = team.rank; entry < entries; entry += team.size) {
-      const int64_t chunk = entry / per_group;
-      const int64_t row = sample * chunks.count + chunk;
-      const auto moments = partial[row * problem.channels + group * per_group + entry % per_group];
-      body(moments.at[0], moments.at[1], min(chunks.size, rows - chunk * chunks.size));
+      const int64_t chunk = runs.quotient(entry);
+      const Moments<A> moments = from[chunk * row + (entry - chunk * runs.divisor)];
+      const int64_t count = min(chunks.size, problem.spatial - chunk * chunks.size) * run;
+      body(static_cast<double>(moments.mean), static_cast<double>(moments.m2),
+           static_cast<double>(count));
     }
   };
-  const double elements = static_cast<double>(rows) * per_group;
+  const double elements = static_cast<double>(problem.spatial) * (run * runs.divisor);
   double mean[1] = {}, m2[1] = {};
-  over_entries([&](double entry_mean, double, int64_t count) { mean[0] += entry_mean * count; });
+  const double some = entries > 0 ? static_cast<double>(from->mean) : 0;
+  over_entries(
+      [&](double its_mean, double, double count) { mean[0] += (its_mean - some) * count; });
   team.sum(mean);
-  mean[0] /= elements;
-  over_entries([&](double entry_mean, double entry_m2, int64_t count) {
-    const double distance = entry_mean - mean[0];
-    m2[0] += entry_m2 + distance * distance * count;
+  mean[0] = some + mean[0] / elements;
+  over_entries([&](double its_mean, double its_m2, double count) {
+    const double distance = its_mean - mean[0];
+    m2[0] += its_m2 + distance * distance * count;
   });
   team.sum(m2);
   if (entries == 0 || team.rank > 0) return;
-
-  const double pivot = static_cast<double>(static_cast<A>(static_cast<const T*>(
-      problem.input)[sample * problem.channels * problem.spatial + group * per_group]));
+  const T* const first = static_cast<const T*>(problem.input) +
+                         sample * problem.channels * problem.spatial + group * runs.divisor * run;
+  const double pivot = kHasPivot<T, O> ? static_cast<double>(static_cast<A>(*first)) : 0;
   save_wide<A>(problem, team.index, pivot, mean[0], m2[0] / elements);
 }
 
-template <class T, class O, int V>
-__global__ __launch_bounds__(kThreads, 2) void normalize_channels_last(const Forward problem,
-                                                                       const ColumnTiles tiles) {
+// From the end, for the L2 cache still holds it.
+template <class T, class O, int V, int kRun>
+__global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void normalize_row_chunks(
+    const Forward problem, const ColumnTiles tiles, const Divisor per_group) {
+  using Walk = RowWalk<T, V, kRun>;
   using A = Accumulate<T>;
-  constexpr int K = kVectorsInFlight;
-  const Column<V> column(problem, tiles);
-  if (!column.active) return;
-  const T* x = static_cast<const T*>(problem.input);
-  O* y = static_cast<O*>(problem.output);
-  const ColumnParameters<T, V> parameters(problem, column);
-  const ActivationOf<A> activation(problem);
-  const int64_t step = column.slots;
-  for (int64_t row = column.begin + column.slot; row < column.end; row += K * step) {
-    Loaded<T, V> data[K];
-    each<K>(row, step, column.end,
-            [&](int k, int64_t i) { data[k] = load<T, V>(x + column.offset(problem, i)); });
-    each<K>(row, step, column.end, [&](int k, int64_t i) {
-      store(y + column.offset(problem, i),
-            finish<O>(activation, data[k], parameters.weight, parameters.bias,
-                      [&](int j) { return parameters.statistics[j]; }));
-    });
+  constexpr int K = kRowsInFlight, kRuns = Walk::kRuns;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Walk walk(problem, tiles, gridDim.x - 1 - blockIdx.x);
+  if (!walk.active) return;
+  A scale[V], bias[V], mean[kRuns];
+  [[maybe_unused]] A rest[kRuns];
+  load_affine<T>(problem, walk.channel, scale, bias);
+#pragma unroll
+  for (int n = 0; n < kRuns; ++n) {
+    const Statistics<A> of(problem.mean, problem.rstd, problem.batch * problem.num_groups,
+                           walk.sample * problem.num_groups + walk.group_of(per_group, n));
+    mean[n] = of.mean;
+    rest[n] = of.rest;
+#pragma unroll
+    for (int j = n * kRun; j < (n + 1) * kRun; ++j) scale[j] *= of.rstd;
   }
+  const ActivationOf<A, O> activation(problem);
+  const int64_t step = walk.slots * problem.channels;
+  O* to = static_cast<O*>(problem.output) + walk.offset(problem, walk.begin + walk.slot);
+  walk.template over_rows<K>(problem, [&](const Loaded<T, V>(&data)[K], int left) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (k < left) {
+        A z[V];
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          z[j] = data[k].at(j) - mean[j / kRun];
+          if constexpr (kHasPivot<T, O>) z[j] -= rest[j / kRun];
+          z[j] = multiply_add(z[j], scale[j], bias[j]);
+        }
+        activation.value(z);
+        Vector<O, V> y;
+#pragma unroll
+        for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[j]);
+        store(to + k * step, y);
+      }
+    }
+    to += K * step;
+  });
 }
 
 }  // namespace fxfuse::cuda

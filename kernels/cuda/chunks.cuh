@@ -115,7 +115,7 @@ __global__ __launch_bounds__(kThreads,
   const T* const x = static_cast<const T*>(problem.input) + chunk.index * plan.size;
   O* const y = static_cast<O*>(problem.output) + chunk.index * plan.size;
   const bool wide = affine_is_wide(problem);
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const auto weight_of = [&](int64_t c) {
     return load_channel<T>(problem.weight, wide, channel + c, A(1));
   };

@@ -237,13 +237,19 @@ struct Column {
   // Of block number `block`.
   FXFUSE_INLINE Column(const Problem& problem, const ColumnTiles& tiles,
                        unsigned block = blockIdx.x)
-      : part(block / tiles.count), slots(tiles.slots) {
-    channel = (block % tiles.count * tiles.width + static_cast<int>(threadIdx.x) % tiles.width) * V;
-    slot = static_cast<int>(threadIdx.x) / tiles.width;
-    sample = part / tiles.chunks.count;
-    begin = part % tiles.chunks.count * tiles.chunks.size;
+      : slots(tiles.slots) {
+    // There are as many blocks as parts and tiles, so all of these have 31 bits.
+    const auto tile_count = static_cast<unsigned>(tiles.count);
+    const auto chunk_count = static_cast<unsigned>(tiles.chunks.count);
+    const unsigned row = block / tile_count, its_sample = row / chunk_count;
+    const unsigned width = tiles.width, at = threadIdx.x / width;
+    part = row;
+    channel = (int64_t(block - row * tile_count) * width + (threadIdx.x - at * width)) * V;
+    slot = static_cast<int>(at);
+    sample = its_sample;
+    begin = int64_t(row - its_sample * chunk_count) * tiles.chunks.size;
     end = min(begin + tiles.chunks.size, problem.spatial);
-    active = channel < problem.channels;
+    active = channel < problem.channels && slot < slots;
   }
 
   // Of row `row`, in elements.

@@ -32,21 +32,23 @@ cudaError_t launch_ring(const Forward& p, const ForwardPlan& plan, void* workspa
       p.device, shape, stream, p, ring, Divisor::of(p.num_groups), static_cast<Slot*>(workspace));
 }
 
-template <class T, int kRun = 16 / sizeof(T)>
-cudaError_t launch_tiles(const Forward& p, const Tiling& tiling, void* workspace,
+template <class T, class O, int kRun = 16 / sizeof(T)>
+cudaError_t launch_tiles(const Forward& p, const ForwardPlan& plan, void* workspace,
                          cudaStream_t stream) {
+  const Tiling& tiling = plan.tiling;
   if constexpr (kRun > 1) {
-    if (tiling.run < kRun) return launch_tiles<T, kRun / 2>(p, tiling, workspace, stream);
+    if (tiling.run < kRun) return launch_tiles<T, O, kRun / 2>(p, plan, workspace, stream);
   }
   Shape shape = {tiling.members, tiling.threads, tiling.bytes};
   if (tiling.by_grid) {
     shape.cooperative = true;
-    return launch_shared<normalize_tiles<T, kRun>>(p.device, shape, stream, p, tiling,
-                                                   static_cast<Pair<Accumulate<T>>*>(workspace));
+    return launch_shared<normalize_tiles<T, O, kRun>>(p.device, shape, stream, p, tiling,
+                                                      static_cast<Pair<Accumulate<T>>*>(workspace));
   }
   shape.blocks *= tiling.tiles;
   shape.cluster = tiling.members;
-  return launch_shared<normalize_tile<T, kRun>>(p.device, shape, stream, p, tiling);
+  shape.early = plan.gpu.clusters;
+  return launch_shared<normalize_tile<T, O, kRun>>(p.device, shape, stream, p, tiling);
 }
 
 // ---- what reads twice: the statistics are in the problem ----------------------------------------
@@ -64,19 +66,33 @@ cudaError_t launch_chunks(const Forward& p, const ForwardPlan& plan, void* works
   return launch(normalize_chunk<T, O, V>, of_chunks, stream, p, plan.chunk_plan);
 }
 
-template <class T, class O, int V>
+template <class T, class O, int V, int kRun = V>
 cudaError_t launch_row_chunks(const Forward& p, const ForwardPlan& plan, void* workspace,
                               cudaStream_t stream) {
-  auto* const partial = static_cast<Pair<Accumulate<T>>*>(workspace);
+  const int64_t per_group = p.channels / p.num_groups;
+  if constexpr (kRun > 1) {
+    if (per_group % kRun != 0) {
+      return launch_row_chunks<T, O, V, kRun / 2>(p, plan, workspace, stream);
+    }
+  }
+  auto* const partial = static_cast<Moments<Accumulate<T>>*>(workspace);
   const ColumnTiles& tiles = plan.columns;
-  const Shape of_tiles = {tiles.blocks(p), kThreads};
-  const int lanes = team_size(tiles.chunks.count * (p.channels / p.num_groups), 128);
-  cudaError_t error = launch(moments_channels_last<T, V>, of_tiles, stream, p, tiles, partial);
+  const Divisor group = Divisor::of(per_group);
+  // Where there are many chunks, a block merges the runs of a group if it has them all.
+  const int64_t runs = per_group / kRun;
+  const bool folds = tiles.chunks.count >= 8 && runs <= 16 &&
+                     (tiles.count == 1 || tiles.width * V % per_group == 0);
+  const int fold = folds ? static_cast<int>(runs) : 1;
+  const int lanes = team_size(tiles.chunks.count * (runs / fold), 128);
+  Shape of_tiles = {tiles.blocks(p), kThreads}, of_groups = of_teams(p.batch * p.num_groups, lanes);
+  of_tiles.early = of_groups.early = plan.gpu.clusters;
+  cudaError_t error =
+      launch(measure_row_chunks<T, O, V, kRun>, of_tiles, stream, p, tiles, group, fold, partial);
   if (error != cudaSuccess) return error;
-  error = launch(merge_moments<T>, of_teams(p.batch * p.num_groups, lanes), stream, p, tiles.chunks,
-                 partial, lanes);
+  error = launch(merge_row_chunks<T, O>, of_groups, stream, p, tiles.chunks,
+                 Divisor::of(p.num_groups), Divisor::of(runs / fold), kRun * fold, lanes, partial);
   if (error != cudaSuccess) return error;
-  return launch(normalize_channels_last<T, O, V>, of_tiles, stream, p, tiles);
+  return launch(normalize_row_chunks<T, O, V, kRun>, of_tiles, stream, p, tiles, group);
 }
 
 template <class T, class O, int V>
@@ -113,7 +129,7 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
       break;
     case Way::kTile:
     case Way::kGridTiles:
-      if constexpr (sizeof(T) <= 4) error = launch_tiles<T>(p, plan.tiling, workspace, stream);
+      if constexpr (sizeof(T) <= 4) error = launch_tiles<T, O>(p, plan, workspace, stream);
       break;
     case Way::kChunks:
     case Way::kRowChunks:

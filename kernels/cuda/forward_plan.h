@@ -12,8 +12,8 @@
 //   chunks       all others           nothing: read twice              device memory, 3 launches
 //   channels_last:
 //   tile         up to 50 KB          shared memory of a block         a barrier
-//                up to 1.6 MB         that of a cluster of 2 to 16     distributed shared memory
-//   grid tiles   from 8 MB on         that of all blocks together      slots in device memory
+//                up to 0.8 MB         that of a cluster of 2 to 16     distributed shared memory
+//   grid tiles   from 24 MB on        that of all blocks together      slots in device memory
 //   row chunks   all others           nothing: read twice              device memory, 3 launches
 //
 // Where channels are neighbours in memory, a tile is whole groups side by side, all rows of one
@@ -41,13 +41,30 @@
 // 30 % of the ring for a slice, and no multiprocessor idle: 64 groups of 2 MB take 90 in 4 teams of
 // 33, and 104 in 4 of 31.
 //
-// The grid takes tiles from 8 MB on.  It exchanges moments for each: 4 of 2.1 MB take 31, but 24
-// with three launches.
+// 50 KB of a tile in each block of a cluster, for 4 blocks on a multiprocessor.  With up to twice
+// as much, which leaves room for 2, (4, 320, 128, 128) in 32 groups in bfloat16 takes 60, in three
+// launches 46; (2, 320, 128, 128) 36 and 28.
 //
-//     tiles, input                                            grid   three   copy
-//     8 of 16.8 MB, (8, 128, 256, 256) in 32, bfloat16         156     259   67.6
-//     8 of 33.6 MB, the same in float32                        226     248    133
-//     1 of 268 MB, (1, 128, 1024, 1024) in 32, bfloat16        217     291    133
+// The grid takes tiles from 24 MB on.  It reads most of them once, but exchanges moments for each.
+// All in 32 groups:
+//
+//     tiles, input                                      grid   three   copy
+//     4 of 15.7 MB, (2, 960, 128, 128), bfloat16          72      64     32
+//     8 of 16.8 MB, (8, 128, 256, 256), bfloat16         138     118     68
+//     8 of 33.6 MB, the same in float32                  221     220    135
+//     1 of 67 MB, (1, 512, 256, 256), bfloat16            59      65     34
+//     1 of 134 MB, (1, 256, 512, 512), bfloat16          112     119     68
+//     1 of 268 MB, (1, 128, 1024, 1024), bfloat16        214     222    134
+//
+// Narrow rows where tiles are few and small: (2, 1280, 8, 8) takes 4.6 in 64 tiles with rows of 80
+// bytes, 6.2 in 16 of 320.
+//
+// 8 rows of a tile for a thread: (64, 2048, 7, 7) takes 11.3 with 128 threads, 13.0 with 96;
+// (32, 1024, 14, 14) 11.8 with 256, 12.7 with 192.  More threads than 256 where that fills no more
+// of the GPU: (2, 640, 64, 64) takes 14.7 with 320 and 17.3 with 256.
+//
+// One wave of blocks in each of three launches: (4, 320, 128, 128) takes 46 with 4 on each
+// multiprocessor and 49 with 8; where 3 run at once, (1, 256, 512, 512) 119 with 3 and 133 with 4.
 //
 // No tiles in double: (64, 256, 28, 28) takes 108 in them, 105 in three launches.
 //
@@ -149,6 +166,18 @@ struct Tiling {
   int scratch, list, letters, pivots, statistics, bytes;
 };
 
+// Neighbouring channels that lie in one vector and one group, for every vector: a power of two.
+inline int channel_run(const Problem& p, int vector) {
+  int run = vector;
+  while (p.channels / p.num_groups % run != 0) run /= 2;
+  return run;
+}
+
+// Blocks on a multiprocessor for the chunks of rows: as many as have enough registers.
+constexpr int row_blocks(size_t element_size, int vector, int run) {
+  return element_size == 8 ? 2 : vector / run > 4 || run > 4 ? 3 : 4;
+}
+
 constexpr int kTileThreads = 512;  // of a block, at most
 constexpr int kMostSlots = 8;
 constexpr int kMostMembers = 256;
@@ -172,8 +201,7 @@ inline bool complete(const Forward& p, const Gpu& gpu, const TileChoice& choice,
   t.threads = choice.threads;
   t.per_group = static_cast<int>(p.channels / p.num_groups);
   t.groups = t.width * vector / t.per_group;
-  t.run = vector;
-  while (t.per_group % t.run != 0) t.run /= 2;
+  t.run = channel_run(p, vector);
   const int64_t slice = ceil_div(p.spatial, t.members);
   const bool fits = t.width <= t.threads && t.members <= kMostMembers &&
                     p.batch <= (1 << 26) / (row / t.width) && slice <= 1 << 29;
@@ -236,23 +264,23 @@ inline int tile_width(const Forward& p, int64_t row_bytes, int64_t tile_bytes, i
 inline bool choose_tiling(const Forward& p, const Gpu& gpu, Tiling& t) {
   // In a few values the rounding of their distance from the pivot shows in the mean.
   if (gpu.multiprocessors == 0 || p.dtype == kDouble || group_size(p) < 256) return false;
-  // Of a block, where there are four on a processor, and two.
-  constexpr int64_t kSlice = 50 * 1024, kLargeSlice = 102 * 1024;
+  constexpr int64_t kSlice = 50 * 1024;  // of a block, where there are four on a processor
 
   TileChoice choice = {};
-  // Rows of 128 bytes; of 64 where no cluster could hold them, or where they gave too few tiles.
   const auto tile_bytes = [&] { return choice.width * 16 * p.spatial; };
   const auto tiles = [&] { return p.batch * (p.channels / vector_width(p.dtype) / choice.width); };
+  // Rows of 128 bytes; of 64 where no cluster could hold them, or where they gave too few tiles.
   choice.width = tile_width(p, 128, 12 * 1024, kTileThreads);
   if (choice.width == 0) return false;
-  if (tile_bytes() > 16 * kLargeSlice ||
-      (tile_bytes() > 64 * 1024 && tiles() * 16 < gpu.multiprocessors)) {
+  if (tile_bytes() > 16 * kSlice ||
+      (tile_bytes() > 64 * 1024 && tiles() * 16 < gpu.multiprocessors) ||
+      (tile_bytes() < 48 * 1024 && tiles() * 2 < gpu.multiprocessors)) {
     choice.width = tile_width(p, 64, 0, kTileThreads);
   }
 
-  if (tile_bytes() > 16 * kLargeSlice) {
+  if (tile_bytes() > 16 * kSlice) {
     choice.width = tile_width(p, 1024, 0, 64);
-    if (choice.width == 0 || tile_bytes() < 8 << 20 || !gpu.cooperates) return false;
+    if (choice.width == 0 || tile_bytes() < 24 << 20 || !gpu.cooperates) return false;
     choice.by_grid = true;
     choice.members = gpu.multiprocessors;
     choice.threads = kTileThreads;
@@ -269,13 +297,16 @@ inline bool choose_tiling(const Forward& p, const Gpu& gpu, Tiling& t) {
     choice.members *= 2;
   }
   if (choice.members > gpu.largest_cluster) return false;
-  const int64_t slice = ceil_div(p.spatial, choice.members) * choice.width * 16;
-  // 8 rows for a thread; in large slices more, for there are 1024 threads on a processor.
-  const int64_t most = slice > kSlice ? kTileThreads : kTileThreads / 2;
-  const int64_t least = std::max<int64_t>(64, ceil_div(choice.width, 32) * 32);
-  choice.threads = static_cast<int>(std::max(least, std::min(most, slice / 16 / 8 / 32 * 32)));
+  // About 8 rows for a thread, in a power of two of lines; four blocks of 256 threads share the
+  // registers of a multiprocessor.
+  const int64_t most = tiles() * choice.members <= 2 * gpu.multiprocessors ? 320 : 256;
+  int64_t lines = 1;
+  while (lines * 8 < ceil_div(p.spatial, choice.members) && 2 * lines * choice.width <= most) {
+    lines *= 2;
+  }
+  choice.threads = static_cast<int>(std::max<int64_t>(64, ceil_div(lines * choice.width, 32) * 32));
   // The parts behind the tile are large where groups are narrow: then fewer blocks.
-  for (choice.blocks = slice > kSlice ? 2 : 4; choice.blocks > 0; --choice.blocks) {
+  for (choice.blocks = 4; choice.blocks > 0; --choice.blocks) {
     if (complete(p, gpu, choice, t)) return true;
   }
   return false;
@@ -314,7 +345,9 @@ struct ForwardPlan {
     };
     vectors = have_vectors(width);
     if (channels_last) {
-      columns = ColumnTiles::of(p, vectors ? width : 1);
+      const int vector = vectors ? width : 1;
+      const int blocks = row_blocks(element_size(p.dtype), vector, channel_run(p, vector));
+      columns = ColumnTiles::even(p, vector, int64_t(blocks) * std::max(gpu.multiprocessors, 1));
       way = !vectors || !choose_tiling(p, gpu, tiling) ? Way::kRowChunks
             : tiling.by_grid                           ? Way::kGridTiles
                                                        : Way::kTile;

@@ -36,7 +36,7 @@ FXFUSE_INLINE Normal<A> load_normal(const Backward& problem, int64_t group) {
 // x^ and dz of U vectors; normal(i), weight(i) and bias(i) are those of element i of them all.
 // An element that does not exist has dy = 0 and x^ = 0, so it adds 0 to every sum.
 template <int U, class T, class O, int V, class A, class N, class W, class B>
-FXFUSE_INLINE void differentiate(const ActivationOf<A>& activation, const Loaded<T, V> (&x)[U],
+FXFUSE_INLINE void differentiate(const ActivationOf<A, O>& activation, const Loaded<T, V> (&x)[U],
                                  const Loaded<O, V> (&dy)[U], N normal, W weight, B bias,
                                  A (&xhat)[U * V], A (&dz)[U * V]) {
   A z[U * V];

@@ -20,11 +20,11 @@
 // Fallback.  An input that is not aligned to 16 bytes is copied in pieces of 8 or 4 bytes, or by
 // elements; an output that is not, is written by elements.  Without clusters, one block.
 //
-// Measured.  As in rows.cuh, in bfloat16.  (64, 256, 56, 56) in 32 groups with relu: 56.7 us behind
-// 53.2 (float32 103.7 behind 104.2); (2, 320, 64, 64) in 32 groups with silu: 6.5 behind 4.2;
-// (4, 320, 128, 128): 30.2 behind 23.0; (8, 128, 256, 256): 80.2 behind 68.8; (64, 2048, 7, 7):
-// 13.1 behind 8.0; (1024, 16384) in one group: 26.7 behind 18.7.  Bulk copies in place of each
-// thread's own were no faster: 57.9 against 57.1 us for the first, 7.4 against 7.2 for the
+// Measured.  As in rows.cuh, in bfloat16.  (64, 256, 56, 56) in 32 groups with relu: 57.8 us behind
+// 53.4 (gelu 77.6; float32 104.3 behind 103.9); (2, 320, 64, 64) in 32 groups with silu: 6.6 behind
+// 3.6; (4, 320, 128, 128): 31.1 behind 22.6; (8, 128, 256, 256): 83.3 behind 69.3; (64, 2048, 7, 7)
+// with relu: 13.6 behind 9.0; (1024, 16384) in one group: 28.9 behind 18.4.  Bulk copies in place
+// of each thread's own were no faster: 57.9 against 57.1 us for the first, 7.4 against 7.2 for the
 // second.
 #pragma once
 #include "normalize.cuh"
@@ -136,7 +136,7 @@ __global__ __launch_bounds__(kMostGroupThreads,
   statistics.rstd = rstd_of(moments.m2 / static_cast<A>(size), static_cast<A>(problem.eps));
   if (rank == 0 && thread == 0) save(problem, group, statistics);
 
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const auto center = [&](A value) {
     return kPivot ? (value - statistics.mean) - statistics.rest : value - statistics.mean;
   };

@@ -41,7 +41,7 @@ FXFUSE_INLINE void split_mean(A pivot, A mean, Statistics<A>& statistics) {
 
 // Statistics and affine parameters applied to one vector; statistics(j) are those of element j.
 template <class O, class T, int V, class A, class S>
-FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A>& activation, const Loaded<T, V>& x,
+FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A, O>& activation, const Loaded<T, V>& x,
                                   const A (&weight)[V], const A (&bias)[V], S statistics) {
   A z[V];
 #pragma unroll

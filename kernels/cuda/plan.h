@@ -145,6 +145,27 @@ struct ColumnTiles {
     return {width, kThreads / width, ceil_div(columns, width), Chunks::of(problem.spatial, 128)};
   }
 
+  // Tiles of the same width, and chunks of at least 4 rows for a thread, as many as fill the GPU,
+  // which runs `resident` blocks at once, once or, where that would leave it idle, a few times.
+  static ColumnTiles even(const Problem& problem, int vector, int64_t resident) {
+    const int64_t columns = problem.channels / vector;
+    ColumnTiles tiles;
+    tiles.count = ceil_div(columns, 64);
+    tiles.width = static_cast<int>(ceil_div(columns, tiles.count));
+    tiles.slots = kThreads / tiles.width;
+    const int64_t parts = problem.batch * tiles.count;
+    int64_t count = 1;
+    for (int64_t waves = 1; waves <= 4; ++waves) {
+      count = std::max<int64_t>(waves * resident / parts, 1);
+      if (count * parts * 10 >= waves * resident * 9) break;
+    }
+    const int64_t rows = std::max<int64_t>(ceil_div(problem.spatial, count), 4 * tiles.slots);
+    tiles.chunks.count = ceil_div(problem.spatial, rows);
+    tiles.chunks.size = ceil_div(problem.spatial, tiles.chunks.count);
+    tiles.chunks.count = ceil_div(problem.spatial, tiles.chunks.size);
+    return tiles;
+  }
+
   int64_t blocks(const Problem& problem) const { return problem.batch * chunks.count * count; }
 };
 

@@ -25,10 +25,9 @@
 //
 // Fallback.  chunks.cuh, which reads everything twice; for double too, which is too rare for this.
 //
-// Measured.  As in rows.cuh, in bfloat16 with silu.  (1, 128, 1024, 1024) in 32 groups: 158 us
-// behind 135 (relu 156; half as large in float32 152 behind 135); 256 groups of 0.75 MB 120 behind
-// 102, of 1 MB 152 behind 135; 64 groups of 2 MB 87 behind 69, of 4 MB 157 behind 135; 32 groups of
-// 16 MB, where the ring holds less than two slices, 367 behind 266.
+// Measured.  As in rows.cuh, in bfloat16 with silu.  (1, 128, 1024, 1024) in 32 groups: 163 us
+// behind 135; 256 groups of 0.75 MB 122 behind 102, of 1 MB 157 behind 135; 32 groups of 16 MB,
+// where the ring holds less than two slices, 360 behind 266.
 #pragma once
 #include <cooperative_groups.h>
 
@@ -236,7 +235,7 @@ __global__ __launch_bounds__(kRingThreads,
     const int index = thread - 32 * (2 + kStatisticsWarps);
     const int channels = static_cast<int>(problem.channels / problem.num_groups);
     const bool wide = affine_is_wide(problem);
-    const ActivationOf<float> activation(problem);
+    const ActivationOf<float, O> activation(problem);
     Place place, done;
     for (int64_t group = team; group < groups; group += plan.teams) {
       O* const y = static_cast<O*>(problem.output) + group * group_size;

@@ -21,10 +21,11 @@
 // 16-bit values) or one element, 4 in each lane.
 //
 // Measured.  Graphs of launches over rotating buffers, us, behind a copy kernel's time for the same
-// tensor (H200, 2026-11-30).  (1024, 8192) in 16 groups with hardtanh: 18.7 behind 18.6 in float32,
-// 11.3 behind 10.1 in bfloat16 (silu 12.3); (16384, 512) in 8 groups: 18.2 behind 18.6 and 10.5
-// behind 10.1; (65536, 4096) in 8 groups in bfloat16: 257 behind 266; (32, 512) in 8 groups in
-// float32: 1.6 behind 1.4.  Odd groups, (4096, 1000) in 8 groups in bfloat16: 11.7 behind 5.6.
+// tensor (H200, 2026-11-30).  (1024, 8192) in 16 groups with hardtanh: 19.1 behind 18.4 in float32
+// (silu 21.5), 11.4 behind 9.7 in bfloat16 (silu 12.7, gelu 16.4); (16384, 512) in 8 groups: 18.9
+// behind 18.4 and 11.8 behind 9.7; (65536, 4096) in 8 groups in bfloat16: 259 behind 265; (32, 512)
+// in 8 groups in float32: 1.7 behind 1.0.  Odd groups, (4096, 1000) in 8 groups in bfloat16 with
+// silu: 15.6 behind 5.2.
 #pragma once
 #include "normalize.cuh"
 
@@ -149,7 +150,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
       }
     }
   }
-  const ActivationOf<A> activation(problem);
+  const ActivationOf<A, O> activation(problem);
   const A count = static_cast<A>(size), share = A(1) / count;
 
   for (int round = 0; round < teams.rounds; ++round) {
