@@ -452,20 +452,27 @@ Tensor autocast_cuda(const Tensor& input, int64_t num_groups, const MaybeTensor&
 // ---- registration ------------------------------------------------------------------------
 
 TORCH_LIBRARY(fxfuse, m) {
+  // Inductor may bring tensors in the layout that it has chosen, such as channels_last, and asks
+  // the fake kernel for that of the result; without the tag it restores the layouts of the trace,
+  // with a copy before and one after every call.
+  const std::vector<at::Tag> any_layout = {at::Tag::flexible_layout};
   m.def(
       "group_norm_activation(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float "
       "eps, str activation, "
-      "float[] params, ScalarType? dtype=None) -> Tensor");
+      "float[] params, ScalarType? dtype=None) -> Tensor",
+      any_layout);
   m.def(
       "group_norm_activation_forward(Tensor input, int num_groups, Tensor? weight, Tensor? bias, "
       "float eps, str activation, "
-      "float[] params, ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)");
+      "float[] params, ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)",
+      any_layout);
   m.def(
       "group_norm_activation_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
       "int num_groups, "
       "Tensor? weight, Tensor? bias, float eps, str activation, float[] params, bool[3] "
       "output_mask) "
-      "-> (Tensor dinput, Tensor dweight, Tensor dbias)");
+      "-> (Tensor dinput, Tensor dweight, Tensor dbias)",
+      any_layout);
   m.def(
       "_empty_results(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, str "
       "activation, "

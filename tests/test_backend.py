@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -376,6 +377,21 @@ def test_case_33_strides_are_those_of_eager_on_the_cpu(name: str) -> None:
     torch.testing.assert_close(result, expected)
     assert result.stride() == expected.stride()
     assert fxfuse.report().fused == 1
+
+
+def test_inductor_copies_nothing_into_another_layout(device: torch.device) -> None:
+    """It runs convolutions in channels_last, and the operator takes what it gets."""
+    model = nn.Sequential(*(ImageBlock(nn.Conv2d(12, 12, 3, padding=1)) for _ in range(3))).to(
+        device
+    )
+    x = torch.randn(2, 12, 9, 7, device=device)
+    with torch.no_grad():
+        result, code = run_and_get_code(compiled(model, "inductor"), x)
+        torch.testing.assert_close(result, model(x))
+    assert fxfuse.report().fused == 3
+    assert result.stride() == model(x).stride()
+    assert "fxfuse.group_norm_activation" in code[0]
+    assert "fused_group_norm_activation" not in code[0]  # the name of a copy for its sake
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
