@@ -364,10 +364,14 @@ void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A
       std::fill_n(work.dbias + offset, (last - first) * size, A{0});
     }
     const int64_t stop = std::min(work.batch, (slice + 1) * kSlice);
-    for (int64_t n = slice * kSlice; n < stop; ++n) {
-      kernels.sums(work, n * work.groups + first, n * work.groups + last);
-      if (work.dinput == nullptr) continue;
-      kernels.dinput(work, n * work.groups + first, n * work.groups + last);
+    // The rows of whole samples have no gap between them.
+    const bool whole = last - first == work.groups;
+    const int64_t step = whole ? std::max<int64_t>(1, kChunk / work.channels) : 1;
+    for (int64_t n = slice * kSlice; n < stop; n += step) {
+      const int64_t begin = n * work.groups + first;
+      const int64_t end = (std::min(n + step, stop) - 1) * work.groups + last;
+      kernels.sums(work, begin, end);
+      if (work.dinput != nullptr) kernels.dinput(work, begin, end);
     }
   };
   at::parallel_for(0, slices * work.groups,

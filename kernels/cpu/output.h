@@ -92,9 +92,7 @@ class PerChannel {
     const int64_t size = work_.channels / work_.groups;
     A* to = values_.data();
     for (int64_t g = first; g < last; ++g) {
-      // In whole vectors, the last of which the next group overwrites.
-      const Uniform<A> value(of_rows_[n * work_.groups + g]);
-      for (int64_t c = g * size; c < (g + 1) * size; c += kWidth<A>) store(to + c, value.value);
+      fill(to + g * size, size, of_rows_[n * work_.groups + g]);
     }
     if (factor_ == nullptr) return;
     for (int64_t c = first * size; c < last * size; ++c) to[c] *= factor_[c];
@@ -134,25 +132,30 @@ class PixelNormalization {
 
 // ---- Activations -------------------------------------------------------------------------------
 
-template <class A, class Activation>
-void value_of(A* z, int64_t n, const double* params) {
+template <class T, class Activation>
+void value_of(const Accumulate<T>* z, void* y, int64_t n, const double* params) {
   const Activation activation(params);
-  for (int64_t i = 0; i < n; i += kWidth<A>) store(z + i, activation.value(load(z + i)));
+  for_vectors<Accumulate<T>>(n, [=](int64_t i, auto part) __attribute__((always_inline)) {
+    store(static_cast<T*>(y) + i, activation.value(load(z + i, part)), part);
+  });
 }
 
-template <class A, class Activation>
-void grad_of(const A* z, A* gradient, int64_t n, const double* params) {
+template <class T, class Activation>
+void grad_of(const Accumulate<T>* z, const void* dy, Accumulate<T>* dz, void* kept, int64_t n,
+             const double* params) {
   const Activation activation(params);
-  for (int64_t i = 0; i < n; i += kWidth<A>) {
-    store(gradient + i, activation.grad(load(z + i), load(gradient + i)));
-  }
+  for_vectors<Accumulate<T>>(n, [=](int64_t i, auto part) __attribute__((always_inline)) {
+    const auto v = activation.grad(load(z + i, part), load(static_cast<const T*>(dy) + i, part));
+    store(dz + i, v, part);
+    if (!std::is_same_v<T, Accumulate<T>>) store(static_cast<T*>(kept) + i, v, part);
+  });
 }
 
-template <class A, class Activation>
-constexpr Function<A> kFunction = {value_of<A, Activation>, grad_of<A, Activation>};
+template <class T, class Activation>
+constexpr Function<Accumulate<T>> kFunction = {value_of<T, Activation>, grad_of<T, Activation>};
 
-// Values for which a function is called, 2 KiB of float.
-constexpr int64_t kBlock = 512;
+// Values for which a function is called, 4 KiB of float.
+constexpr int64_t kBlock = 1024;
 
 // What writes the runs of the output, which come in the order of memory without a gap.
 template <class T, class Activation>
@@ -199,10 +202,7 @@ class CalledOutput {
   }
 
   void finish() {
-    work_.function->value(z_, count_, work_.params);
-    for_vectors<A>(count_, [this](int64_t i, auto part) __attribute__((always_inline)) {
-      store(y_ + i, load(z_ + i), part);
-    });
+    work_.function->value(z_, y_, count_, work_.params);
     count_ = 0;
   }
 

@@ -316,13 +316,21 @@ FXFUSE_INLINE Vector<Accumulate<T>> load(const T* from, First part) {
   if constexpr (sizeof(T) == 2) raw = (Bits16)_mm256_maskz_loadu_epi16(mask, from);
 #else
 #if defined(FXFUSE_AVX2)
-  if constexpr (sizeof(T) >= 4) {
-    auto mask = (__m256i)first_lanes<T>(part.count);
-    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_maskload_pd(from, mask);
-    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_maskload_ps(from, mask);
+  if constexpr (sizeof(T) == 2) {
+    // Pairs, and the last value once more: where the count is odd it is not in a pair.
+    const __m128i lane = _mm_set_epi16(7, 6, 5, 4, 3, 2, 1, 0);
+    const __m128i last = _mm_cmpeq_epi16(lane, _mm_set1_epi16(part.count - 1));
+    const __m128i pairs = _mm_cmpgt_epi32(_mm_set1_epi32(part.count / 2), _mm_set_epi32(3, 2, 1, 0));
+    raw = (Bits16)_mm_maskload_epi32((const int*)from, pairs);
+    raw |= (Bits16)_mm_and_si128(last, _mm_set1_epi16(from[part.count - 1].bits));
+    return Storage<T>::widen(raw);
   }
-#endif
+  auto mask = (__m256i)first_lanes<Accumulate<T>>(part.count);
+  if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_maskload_pd(from, mask);
+  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_maskload_ps(from, mask);
+#else
   copy_pieces<sizeof raw / 2>((char*)&raw, (const char*)from, part.count * sizeof(T));
+#endif
 #endif
   return Storage<T>::widen(raw);
 }
@@ -369,6 +377,12 @@ FXFUSE_INLINE void for_vectors(int64_t n, F f) {
   int64_t i = 0;
   for (; i + kWidth<A> <= n; i += kWidth<A>) f(i, Whole{});
   if (i < n) f(i, First{n - i});
+}
+
+// Sets n values, and up to a vector after them.
+template <class A>
+FXFUSE_INLINE void fill(A* to, int64_t n, A value) {
+  for (int64_t i = 0; i < n; i += kWidth<A>) store(to + i, broadcast<Vector<A>>(value));
 }
 
 // ---- Arithmetic --------------------------------------------------------------------------------
