@@ -197,7 +197,8 @@ class Channels {
   }
 
   void save(Sums sums) const {
-    work_.sums[item_] = {sums.dz, sums.dz_x_hat * work_.rstd[row()]};
+    const double product = sums.dz_x_hat - work_.mean_low[row()] * sums.dz;
+    work_.sums[item_] = {sums.dz, product * work_.rstd[row()]};
   }
 
  private:
@@ -247,7 +248,8 @@ void sums_of_runs(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   const int64_t length = runs.length(), at_a_time = length < kBlock ? min(kBlock / length, w) : 1;
   for (int64_t item = begin; item < end; item += at_a_time) {
     const int64_t count = min(at_a_time, end - item), position = item * length;
-    Sums total[w] = {};
+    Sums total[w];
+    total[0] = {0, 0};
     for (int64_t first = 0; first < length; first += kBlock) {
       const int64_t last = min(first + kBlock, length);
       gradient.start(position + first);
@@ -256,7 +258,7 @@ void sums_of_runs(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
         gradient.collect(input + position + r * length, first, last, ahead.normalization());
       }
       gradient.finish();
-      Vector<A> sum[w] = {}, product[w] = {};
+      Vector<A> sum[w], product[w];
       for (int64_t r = 0; r < count; ++r, run.next()) {
         const int64_t start = position + r * length;
         const auto normalization = run.normalization();
@@ -268,7 +270,10 @@ void sums_of_runs(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
         total[0].dz_x_hat += sum_lanes<A>(product[0]);
         continue;
       }
-      const Vector<A> sums = sum_rows<A>(sum), products = sum_rows<A>(product);
+      for (int64_t r = count; r < w; ++r) sum[r] = product[r] = Vector<A>{};
+      alignas(64) A sums[w], products[w];
+      store(sums, sum_rows<A>(sum));
+      store(products, sum_rows<A>(product));
       for (int64_t r = 0; r < count; ++r) total[r] = {sums[r], products[r]};
     }
     for (int64_t r = 0; r < count; ++r, runs.next()) runs.save(total[r]);
@@ -281,7 +286,7 @@ void sums_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t 
   using A = Accumulate<T>;
   const int64_t size = work.channels / work.groups;
   const double inverse_size = 1. / size;
-  PixelNormalization<A> normalizations(work);
+  GroupsNormalization<A> normalizations(work);
   PerChannel<A> rstds(work, work.rstd);
   const Buffer<A> scaled(work.channels), product(work.channels);
   Gradient gradient(work);
@@ -289,7 +294,7 @@ void sums_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t 
     const int64_t n = row / work.groups, first = row % work.groups;
     const int64_t last = min(work.groups, first + end - row), length = (last - first) * size;
     const T* x = static_cast<const T*>(work.input) + row * size;
-    const auto normalization = normalizations.of_groups(n, first, last, size);
+    const auto normalization = normalizations.of_groups(n, first, last);
     const auto rstd = rstds.of_groups(n, first, last);
     const int64_t position = n / work.slice * work.channels + first * size;
     for (int64_t block = 0; block < length; block += kBlock) {
@@ -345,19 +350,16 @@ void sums_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t end)
           gradient.collect(x + p * work.channels, first, last, normalization);
         }
         gradient.finish();
-        for_vectors<A>(last - first, [&](int64_t k, auto part) __attribute__((always_inline)) {
-          const int64_t c = first + k;
-          Vector<A> sum = {}, product = {};
-          for (int64_t p = 0; p < count; ++p) {
-            const int64_t pixel = p * work.channels;
+        for (int64_t p = 0; p < count; ++p) {
+          const int64_t pixel = p * work.channels;
+          for_vectors<A>(last - first, [&](int64_t k, auto part) __attribute__((always_inline)) {
+            const int64_t c = first + k;
             const auto centred = normalization.centre(x + pixel, c, part);
             const auto dz = gradient.dz(position + pixel, c, part, centred, normalization);
-            sum += dz;
-            product += dz * centred;
-          }
-          add_to<A>(dbias + c, sum, part);
-          add_to<A>(dweight + c, product, part);
-        });
+            add_to<A>(dweight + c, dz * centred, part);
+            add_to<A>(dbias + c, dz, part);
+          });
+        }
       }
     }
   }
@@ -416,14 +418,14 @@ template <class T, class Gradient>
 void dinput_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   using A = Accumulate<T>;
   const int64_t size = work.channels / work.groups;
-  PixelNormalization<A> normalizations(work);
+  GroupsNormalization<A> normalizations(work);
   PerChannel<A> offset(work, work.offset), slope(work, work.slope);
   const Gradient gradient(work);
   for (int64_t row = begin; row < end;) {
     const int64_t n = row / work.groups, first = row % work.groups;
     const int64_t last = min(work.groups, first + end - row), position = row * size;
     dinput_run<T>(work, position, (last - first) * size,
-                  normalizations.of_groups(n, first, last, size), offset.of_groups(n, first, last),
+                  normalizations.of_groups(n, first, last), offset.of_groups(n, first, last),
                   slope.of_groups(n, first, last), gradient);
     row += last - first;
   }

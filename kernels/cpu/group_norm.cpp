@@ -286,12 +286,15 @@ void add_chunks(const Work<A>& work, int64_t begin, int64_t end) {
       }
     }
     for (int64_t c = 0; c < work.channels; ++c) {
-      sums[c].dz_x_hat *= work.rstd[n * work.groups + c / size];
+      const int64_t row = n * work.groups + c / size;
+      sums[c].dz_x_hat -= work.mean_low[row] * sums[c].dz;
+      sums[c].dz_x_hat *= work.rstd[row];
     }
   }
 }
 
-// kRuns and kPixels, rows: offset and slope from the sums.
+// kRuns and kPixels, rows: offset and slope from the sums.  dinput subtracts the mean without its
+// low part; what that is times slope is in the offset.
 template <class A>
 void combine_sums(const Work<A>& work, int64_t begin, int64_t end) {
   const int64_t size = work.channels / work.groups;
@@ -304,8 +307,9 @@ void combine_sums(const Work<A>& work, int64_t begin, int64_t end) {
       total.dz_x_hat += sums[c].dz_x_hat * weight[c];
     }
     const double rstd = work.rstd[row], values = static_cast<double>(size * work.spatial);
-    work.offset[row] = static_cast<A>(rstd * total.dz / values);
-    work.slope[row] = static_cast<A>(rstd * rstd * total.dz_x_hat / values);
+    const double slope = rstd * rstd * total.dz_x_hat / values;
+    work.offset[row] = static_cast<A>(rstd * total.dz / values - work.mean_low[row] * slope);
+    work.slope[row] = static_cast<A>(slope);
   }
 }
 

@@ -9,6 +9,10 @@ struct Uniform {
   FXFUSE_INLINE Vector<A> at(int64_t, Part) const {
     return value;
   }
+  template <class Part>
+  FXFUSE_INLINE Vector<A> from(Vector<A> x, int64_t, Part) const {
+    return x - value;
+  }
 };
 template <class A>
 struct Varying {
@@ -17,6 +21,20 @@ struct Varying {
   template <class Part>
   FXFUSE_INLINE Vector<A> at(int64_t i, Part part) const {
     return load(values + i, part);
+  }
+  template <class Part>
+  FXFUSE_INLINE Vector<A> from(Vector<A> x, int64_t i, Part part) const {
+    return x - at(i, part);
+  }
+};
+
+// A mean with its low part.
+template <class Mean>
+struct Pair {
+  Mean high, low;
+  template <class V, class Part>
+  FXFUSE_INLINE V from(V x, int64_t i, Part part) const {
+    return low.from(high.from(x, i, part), i, part);
   }
 };
 
@@ -33,16 +51,17 @@ struct VaryingScale {
 
 // z = (x - mean) * scale + bias along a run, where scale is weight * rstd.  The mean is subtracted
 // first: no scale and shift is computed ahead, since it would lose the digits that the two terms
-// share.
+// share.  Only its low part, which is no larger than what is left of the largest x, may be left to
+// the bias.
 template <class Mean, class Scale, class Bias>
 struct Normalization {
-  Mean mean, mean_low;
+  Mean mean;
   Scale scale;
   Bias bias;
 
   template <class T, class Part>
   FXFUSE_INLINE auto centre(const T* x, int64_t i, Part part) const {
-    return (load(x + i, part) - mean.at(i, part)) - mean_low.at(i, part);
+    return mean.from(load(x + i, part), i, part);
   }
   template <class V, class Part>
   FXFUSE_INLINE V z(V centred, int64_t i, Part part) const {
@@ -55,16 +74,17 @@ template <class A>
 FXFUSE_INLINE auto of_elements(const Work<A>& work, int64_t row, int64_t c) {
   const Uniform<A> mean(work.mean[row]), mean_low(work.mean_low[row]), rstd(work.rstd[row]);
   const VaryingScale<A> scale = {Varying<A>(work.weight + c), rstd};
-  return Normalization<Uniform<A>, VaryingScale<A>, Varying<A>>{mean, mean_low, scale,
-                                                                Varying<A>(work.bias + c)};
+  return Normalization<Pair<Uniform<A>>, VaryingScale<A>, Varying<A>>{
+      {mean, mean_low}, scale, Varying<A>(work.bias + c)};
 }
 
-// The run of channel `c`.
+// The run of channel `c`; the low part of the mean is in the bias.
 template <class A>
 FXFUSE_INLINE auto of_run(const Work<A>& work, int64_t row, int64_t c) {
-  const Uniform<A> mean(work.mean[row]), mean_low(work.mean_low[row]);
-  const Uniform<A> scale(work.rstd[row] * work.weight[c]), bias(work.bias[c]);
-  return Normalization<Uniform<A>, Uniform<A>, Uniform<A>>{mean, mean_low, scale, bias};
+  const A scale = work.rstd[row] * work.weight[c];
+  return Normalization<Uniform<A>, Uniform<A>, Uniform<A>>{
+      Uniform<A>(work.mean[row]), Uniform<A>(scale),
+      Uniform<A>(work.bias[c] - work.mean_low[row] * scale)};
 }
 
 // Values of the rows of a sample, repeated for every channel and multiplied by its factor if there
@@ -104,30 +124,58 @@ class PerChannel {
   int64_t sample_ = -1;
 };
 
-// The pixels of a sample, or some groups of a sample that is one pixel.
+// The pixels of a sample; the low part of the mean is in the bias.
 template <class A>
 class PixelNormalization {
  public:
   explicit PixelNormalization(const Work<A>& work)
-      : mean_(work, work.mean),
-        mean_low_(work, work.mean_low),
+      : work_(work),
+        mean_(work, work.mean),
         scale_(work, work.rstd, work.weight),
-        bias_(work.bias) {}
+        shift_(work, work.mean_low),
+        bias_(work.channels) {}
 
   auto of_sample(int64_t n) {
-    return Normalization<Varying<A>, Varying<A>, Varying<A>>{
-        mean_.of_sample(n), mean_low_.of_sample(n), scale_.of_sample(n), Varying<A>(bias_)};
-  }
-
-  auto of_groups(int64_t n, int64_t first, int64_t last, int64_t size) {
-    return Normalization<Varying<A>, Varying<A>, Varying<A>>{
-        mean_.of_groups(n, first, last), mean_low_.of_groups(n, first, last),
-        scale_.of_groups(n, first, last), Varying<A>(bias_ + first * size)};
+    const Varying<A> mean = mean_.of_sample(n), scale = scale_.of_sample(n);
+    if (n != sample_) {
+      const Varying<A> low = shift_.of_sample(n);
+      for_vectors<A>(work_.channels, [=, this](int64_t c, auto part) __attribute__((always_inline)) {
+        const auto bias = load(work_.bias + c, part) - low.at(c, part) * scale.at(c, part);
+        store(bias_.data() + c, bias, part);
+      });
+      sample_ = n;
+    }
+    return Normalization<Varying<A>, Varying<A>, Varying<A>>{mean, scale, Varying<A>(bias_.data())};
   }
 
  private:
+  const Work<A>& work_;
+  PerChannel<A> mean_, scale_, shift_;
+  Buffer<A> bias_;
+  int64_t sample_ = -1;
+};
+
+// Some groups of a sample in the layout kElements, as one run.
+template <class A>
+class GroupsNormalization {
+ public:
+  explicit GroupsNormalization(const Work<A>& work)
+      : work_(work),
+        mean_(work, work.mean),
+        mean_low_(work, work.mean_low),
+        scale_(work, work.rstd, work.weight) {}
+
+  auto of_groups(int64_t n, int64_t first, int64_t last) {
+    const A* bias = work_.bias + first * (work_.channels / work_.groups);
+    return Normalization<Pair<Varying<A>>, Varying<A>, Varying<A>>{
+        {mean_.of_groups(n, first, last), mean_low_.of_groups(n, first, last)},
+        scale_.of_groups(n, first, last),
+        Varying<A>(bias)};
+  }
+
+ private:
+  const Work<A>& work_;
   PerChannel<A> mean_, mean_low_, scale_;
-  const A* bias_;
 };
 
 // ---- Activations -------------------------------------------------------------------------------
@@ -236,13 +284,13 @@ template <class T, class Output>
 void output_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   const int64_t size = work.channels / work.groups;
   Output out(work);
-  PixelNormalization<Accumulate<T>> normalizations(work);
+  GroupsNormalization<Accumulate<T>> normalizations(work);
   for (int64_t row = begin; row < end;) {
     const int64_t n = row / work.groups, first = row % work.groups;
     const int64_t last = min(work.groups, first + end - row);
     out.run(static_cast<const T*>(work.input) + row * size,
             static_cast<T*>(work.output) + row * size, (last - first) * size,
-            normalizations.of_groups(n, first, last, size));
+            normalizations.of_groups(n, first, last));
     row += last - first;
   }
   out.finish();
