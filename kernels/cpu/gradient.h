@@ -280,46 +280,45 @@ void sums_of_runs(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   }
 }
 
-// kElements, rows shorter than a vector: the neighbours of a sample as one run.
 template <class T, class Gradient>
 void sums_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   using A = Accumulate<T>;
   const int64_t size = work.channels / work.groups;
   const double inverse_size = 1. / size;
-  GroupsNormalization<A> normalizations(work);
-  PerChannel<A> rstds(work, work.rstd);
-  const Buffer<A> scaled(work.channels), product(work.channels);
+  ShortRows<A> rows(work);
   Gradient gradient(work);
-  for (int64_t row = begin; row < end;) {
-    const int64_t n = row / work.groups, first = row % work.groups;
-    const int64_t last = min(work.groups, first + end - row), length = (last - first) * size;
-    const T* x = static_cast<const T*>(work.input) + row * size;
-    const auto normalization = normalizations.of_groups(n, first, last);
-    const auto rstd = rstds.of_groups(n, first, last);
-    const int64_t position = n / work.slice * work.channels + first * size;
-    for (int64_t block = 0; block < length; block += kBlock) {
-      const int64_t stop = min(block + kBlock, length);
-      gradient.start(row * size + block);
-      gradient.collect(x, block, stop, normalization);
-      gradient.finish();
-      for_vectors<A>(stop - block, [&](int64_t k, auto part) __attribute__((always_inline)) {
-        const int64_t i = block + k;
-        const auto centred = normalization.centre(x, i, part);
-        const auto dz = gradient.dz(row * size, i, part, centred, normalization);
-        if (work.dweight != nullptr) {
-          add_to<A>(work.dweight + position + i, dz * (centred * rstd.at(i, part)), part);
-          add_to<A>(work.dbias + position + i, dz, part);
-        }
-        const auto value = rounded<A>(Gradient::kept(dz) * normalization.scale.at(i, part));
-        store(scaled.data() + i, value, part);
-        store(product.data() + i, value * centred, part);
+  alignas(64) A dbias[kBlock], dweight[kBlock], scaled[kBlock], product[kBlock];
+  for (int64_t start = begin; start < end; start += rows.at_a_time()) {
+    const int64_t stop = min(start + rows.at_a_time(), end), position = start * size;
+    const int64_t length = (stop - start) * size;
+    const T* x = static_cast<const T*>(work.input) + position;
+    const auto normalization = rows.normalization(start, stop);
+    gradient.start(position);
+    gradient.collect(x, 0, length, normalization);
+    gradient.finish();
+    for_vectors<A>(length, [&](int64_t i, auto part) __attribute__((always_inline)) {
+      const auto centred = normalization.centre(x, i, part);
+      const auto dz = gradient.dz(position, i, part, centred, normalization);
+      store(dbias + i, dz, part);
+      store(dweight + i, dz * (centred * rows.rstd().at(i, part)), part);
+      const auto value = rounded<A>(Gradient::kept(dz) * normalization.scale.at(i, part));
+      store(scaled + i, value, part);
+      store(product + i, value * centred, part);
+    });
+    if (work.dweight != nullptr) {
+      const int64_t slice = start / work.groups / work.slice * work.channels;
+      rows.for_samples(start, stop, [&](int64_t i, int64_t c, int64_t n) {
+        for_vectors<A>(n, [&](int64_t k, auto part) __attribute__((always_inline)) {
+          add_to<A>(work.dweight + slice + c + k, load(dweight + i + k, part), part);
+          add_to<A>(work.dbias + slice + c + k, load(dbias + i + k, part), part);
+        });
       });
     }
-    for (int64_t i = 0; i < length; i += size, ++row) {
+    for (int64_t row = start, i = 0; row < stop; ++row) {
       A sum = 0, sum_of_products = 0;
-      for (int64_t k = i; k < i + size; ++k) {
-        sum += scaled[k];
-        sum_of_products += product[k];
+      for (const int64_t last = i + size; i < last; ++i) {
+        sum += scaled[i];
+        sum_of_products += product[i];
       }
       save_sums<A>(work, row, inverse_size, sum, sum_of_products);
     }
@@ -418,16 +417,15 @@ template <class T, class Gradient>
 void dinput_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   using A = Accumulate<T>;
   const int64_t size = work.channels / work.groups;
-  GroupsNormalization<A> normalizations(work);
-  PerChannel<A> offset(work, work.offset), slope(work, work.slope);
+  ShortRows<A> rows(work);
   const Gradient gradient(work);
-  for (int64_t row = begin; row < end;) {
-    const int64_t n = row / work.groups, first = row % work.groups;
-    const int64_t last = min(work.groups, first + end - row), position = row * size;
-    dinput_run<T>(work, position, (last - first) * size,
-                  normalizations.of_groups(n, first, last), offset.of_groups(n, first, last),
-                  slope.of_groups(n, first, last), gradient);
-    row += last - first;
+  alignas(64) A offset[kBlock + kWidth<A>], slope[kBlock + kWidth<A>];
+  for (int64_t start = begin; start < end; start += rows.at_a_time()) {
+    const int64_t stop = min(start + rows.at_a_time(), end);
+    repeat(work, work.offset, start, stop, offset);
+    repeat(work, work.slope, start, stop, slope);
+    dinput_run<T>(work, start * size, (stop - start) * size, rows.normalization(start, stop),
+                  Varying<A>(offset), Varying<A>(slope), gradient);
   }
 }
 

@@ -40,8 +40,9 @@ constexpr int64_t kPixelChunk = 32768, kMaxPixels = 256;
 // The same for the gradients, whose chunks are read once and leave their sums in memory.
 constexpr int64_t kGradientPixelChunk = 65536, kMinGradientPixels = 16, kMaxGradientPixels = 64;
 // Samples whose affine gradients are added up before they are added to those of the others in
-// double.  Fewer would take memory and time, more would lose digits and leave threads idle.
-constexpr int64_t kSlice = 32;
+// double.  Fewer would take memory and time, more would lose digits and leave threads idle, so a
+// small batch is cut in four.
+constexpr int64_t kMinSlice = 8, kMaxSlice = 32;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -353,8 +354,8 @@ void write_affine(const Backward& problem, int64_t parts, int64_t fold, Part par
 // order of memory.
 template <class A>
 void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A>& kernels) {
-  work.slice = kSlice;
-  const int64_t slices = divide_up(work.batch, kSlice);
+  work.slice = std::clamp(work.batch / 4, kMinSlice, kMaxSlice);
+  const int64_t slices = divide_up(work.batch, work.slice);
   const int64_t size = work.channels / work.groups;
   const bool affine = problem.dweight != nullptr || problem.dbias != nullptr;
   const Scratch<A> parts(affine ? 2 * slices * work.channels : 0);
@@ -367,11 +368,11 @@ void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A
       std::fill_n(work.dweight + offset, (last - first) * size, A{0});
       std::fill_n(work.dbias + offset, (last - first) * size, A{0});
     }
-    const int64_t stop = std::min(work.batch, (slice + 1) * kSlice);
+    const int64_t stop = std::min(work.batch, (slice + 1) * work.slice);
     // The rows of whole samples have no gap between them.
     const bool whole = last - first == work.groups;
     const int64_t step = whole ? std::max<int64_t>(1, kChunk / work.channels) : 1;
-    for (int64_t n = slice * kSlice; n < stop; n += step) {
+    for (int64_t n = slice * work.slice; n < stop; n += step) {
       const int64_t begin = n * work.groups + first;
       const int64_t end = (std::min(n + step, stop) - 1) * work.groups + last;
       kernels.sums(work, begin, end);
@@ -379,7 +380,7 @@ void backward_of_elements(Work<A> work, const Backward& problem, const Kernels<A
     }
   };
   at::parallel_for(0, slices * work.groups,
-                   grain((2 * size + kItem) * std::min(work.batch, kSlice)),
+                   grain((2 * size + kItem) * std::min(work.batch, work.slice)),
                    [&](int64_t begin, int64_t end) {
                      while (begin < end) {
                        const int64_t slice = begin / work.groups, first = begin % work.groups;

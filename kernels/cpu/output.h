@@ -1,5 +1,9 @@
 // The output: one pass over the input.
 
+// Values of a block: those for which a function is called, or short rows that are done together.
+// 4 KiB of float.
+constexpr int64_t kBlock = 1024;
+
 // A coefficient along a run of values: one for all of them, or one for each.
 template <class A>
 struct Uniform {
@@ -87,39 +91,31 @@ FXFUSE_INLINE auto of_run(const Work<A>& work, int64_t row, int64_t c) {
       Uniform<A>(work.bias[c] - work.mean_low[row] * scale)};
 }
 
-// Values of the rows of a sample, repeated for every channel and multiplied by its factor if there
-// is one, so that a vector of a pixel may cross groups.
+// Values of rows, repeated for every channel, so that a vector may cross groups.
+template <class A>
+FXFUSE_INLINE void repeat(const Work<A>& work, const A* of_rows, int64_t begin, int64_t end, A* to) {
+  const int64_t size = work.channels / work.groups;
+  for (int64_t row = begin; row < end; ++row, to += size) fill(to, size, of_rows[row]);
+}
+
+// One value for each channel of a sample.
 template <class A>
 class PerChannel {
  public:
-  PerChannel(const Work<A>& work, const A* of_rows, const A* factor = nullptr)
-      : work_(work), of_rows_(of_rows), factor_(factor), values_(work.channels + kWidth<A>) {}
+  PerChannel(const Work<A>& work, const A* of_rows)
+      : work_(work), of_rows_(of_rows), values_(work.channels + kWidth<A>) {}
 
   Varying<A> of_sample(int64_t n) {
-    if (n != sample_) repeat(n, 0, work_.groups);
-    sample_ = n;
+    if (n != sample_) {
+      repeat(work_, of_rows_, n * work_.groups, (n + 1) * work_.groups, values_.data());
+      sample_ = n;
+    }
     return Varying<A>(values_.data());
   }
 
-  // From the first channel of group `first` of sample n on, up to group `last`.
-  Varying<A> of_groups(int64_t n, int64_t first, int64_t last) {
-    repeat(n, first, last);
-    return Varying<A>(values_.data() + first * (work_.channels / work_.groups));
-  }
-
  private:
-  void repeat(int64_t n, int64_t first, int64_t last) {
-    const int64_t size = work_.channels / work_.groups;
-    A* to = values_.data();
-    for (int64_t g = first; g < last; ++g) {
-      fill(to + g * size, size, of_rows_[n * work_.groups + g]);
-    }
-    if (factor_ == nullptr) return;
-    for (int64_t c = first * size; c < last * size; ++c) to[c] *= factor_[c];
-  }
-
   const Work<A>& work_;
-  const A *of_rows_, *factor_;
+  const A* of_rows_;
   Buffer<A> values_;
   int64_t sample_ = -1;
 };
@@ -131,51 +127,75 @@ class PixelNormalization {
   explicit PixelNormalization(const Work<A>& work)
       : work_(work),
         mean_(work, work.mean),
-        scale_(work, work.rstd, work.weight),
-        shift_(work, work.mean_low),
+        mean_low_(work, work.mean_low),
+        rstd_(work, work.rstd),
+        scale_(work.channels),
         bias_(work.channels) {}
 
   auto of_sample(int64_t n) {
-    const Varying<A> mean = mean_.of_sample(n), scale = scale_.of_sample(n);
+    const Varying<A> mean = mean_.of_sample(n);
     if (n != sample_) {
-      const Varying<A> low = shift_.of_sample(n);
-      for_vectors<A>(work_.channels, [=, this](int64_t c, auto part) __attribute__((always_inline)) {
-        const auto bias = load(work_.bias + c, part) - low.at(c, part) * scale.at(c, part);
-        store(bias_.data() + c, bias, part);
+      const Varying<A> low = mean_low_.of_sample(n), rstd = rstd_.of_sample(n);
+      for_vectors<A>(work_.channels, [&](int64_t c, auto part) __attribute__((always_inline)) {
+        const auto scale = load(work_.weight + c, part) * rstd.at(c, part);
+        store(scale_.data() + c, scale, part);
+        store(bias_.data() + c, load(work_.bias + c, part) - low.at(c, part) * scale, part);
       });
       sample_ = n;
     }
-    return Normalization<Varying<A>, Varying<A>, Varying<A>>{mean, scale, Varying<A>(bias_.data())};
+    return Normalization<Varying<A>, Varying<A>, Varying<A>>{mean, Varying<A>(scale_.data()),
+                                                             Varying<A>(bias_.data())};
   }
 
  private:
   const Work<A>& work_;
-  PerChannel<A> mean_, scale_, shift_;
-  Buffer<A> bias_;
+  PerChannel<A> mean_, mean_low_, rstd_;
+  Buffer<A> scale_, bias_;
   int64_t sample_ = -1;
 };
 
-// Some groups of a sample in the layout kElements, as one run.
+// Rows of the layout kElements that are shorter than a vector: some of them as one run, which may go
+// through samples.
 template <class A>
-class GroupsNormalization {
+class ShortRows {
  public:
-  explicit GroupsNormalization(const Work<A>& work)
-      : work_(work),
-        mean_(work, work.mean),
-        mean_low_(work, work.mean_low),
-        scale_(work, work.rstd, work.weight) {}
+  explicit ShortRows(const Work<A>& work) : work_(work), size_(work.channels / work.groups) {}
 
-  auto of_groups(int64_t n, int64_t first, int64_t last) {
-    const A* bias = work_.bias + first * (work_.channels / work_.groups);
-    return Normalization<Pair<Varying<A>>, Varying<A>, Varying<A>>{
-        {mean_.of_groups(n, first, last), mean_low_.of_groups(n, first, last)},
-        scale_.of_groups(n, first, last),
-        Varying<A>(bias)};
+  int64_t at_a_time() const { return kBlock / size_; }
+
+  // Calls f(i, c, n) for the parts of the run [begin, end) that lie in one sample: its values
+  // [i, i + n) are those of the channels from c on.
+  template <class F>
+  FXFUSE_INLINE void for_samples(int64_t begin, int64_t end, F f) const {
+    const int64_t length = (end - begin) * size_;
+    int64_t c = begin % work_.groups * size_;
+    for (int64_t i = 0, n; i < length; i += n, c = 0) {
+      n = min(work_.channels - c, length - i);
+      f(i, c, n);
+    }
   }
 
+  auto normalization(int64_t begin, int64_t end) {
+    repeat(work_, work_.mean, begin, end, mean_);
+    repeat(work_, work_.mean_low, begin, end, mean_low_);
+    repeat(work_, work_.rstd, begin, end, rstd_);
+    for_samples(begin, end, [this](int64_t i, int64_t c, int64_t n) {
+      for_vectors<A>(n, [&](int64_t k, auto part) __attribute__((always_inline)) {
+        const auto weight = load(work_.weight + c + k, part);
+        store(scale_ + i + k, weight * load(rstd_ + i + k, part), part);
+        store(bias_ + i + k, load(work_.bias + c + k, part), part);
+      });
+    });
+    return Normalization<Pair<Varying<A>>, Varying<A>, Varying<A>>{
+        {Varying<A>(mean_), Varying<A>(mean_low_)}, Varying<A>(scale_), Varying<A>(bias_)};
+  }
+  Varying<A> rstd() const { return Varying<A>(rstd_); }  // of the last normalization
+
  private:
+  static constexpr int64_t kRoom = kBlock + kWidth<A>;  // whole vectors are stored
   const Work<A>& work_;
-  PerChannel<A> mean_, mean_low_, scale_;
+  int64_t size_;
+  alignas(64) A mean_[kRoom], mean_low_[kRoom], rstd_[kRoom], scale_[kRoom], bias_[kRoom];
 };
 
 // ---- Activations -------------------------------------------------------------------------------
@@ -201,9 +221,6 @@ void grad_of(const Accumulate<T>* z, const void* dy, Accumulate<T>* dz, void* ke
 
 template <class T, class Activation>
 constexpr Function<Accumulate<T>> kFunction = {value_of<T, Activation>, grad_of<T, Activation>};
-
-// Values for which a function is called, 4 KiB of float.
-constexpr int64_t kBlock = 1024;
 
 // What writes the runs of the output, which come in the order of memory without a gap.
 template <class T, class Activation>
@@ -279,21 +296,18 @@ void output_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t en
   out.finish();
 }
 
-// kElements, rows shorter than a vector: the neighbours of a sample as one run.
 template <class T, class Output>
 void output_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   const int64_t size = work.channels / work.groups;
   Output out(work);
-  GroupsNormalization<Accumulate<T>> normalizations(work);
-  for (int64_t row = begin; row < end;) {
-    const int64_t n = row / work.groups, first = row % work.groups;
-    const int64_t last = min(work.groups, first + end - row);
+  ShortRows<Accumulate<T>> rows(work);
+  for (int64_t row = begin; row < end; row += rows.at_a_time()) {
+    const int64_t stop = min(row + rows.at_a_time(), end);
     out.run(static_cast<const T*>(work.input) + row * size,
-            static_cast<T*>(work.output) + row * size, (last - first) * size,
-            normalizations.of_groups(n, first, last));
-    row += last - first;
+            static_cast<T*>(work.output) + row * size, (stop - row) * size,
+            rows.normalization(row, stop));
+    out.finish();  // before the normalization changes
   }
-  out.finish();
 }
 
 template <class T, class Output>
