@@ -83,7 +83,7 @@ class CalledGradient {
  private:
   const Work<A>& work_;
   int64_t position_ = 0, count_ = 0;
-  A* dz_ = nullptr;  // of the block
+  A* dz_ = nullptr;                      // of the block
   alignas(64) A z_[kBlock + kWidth<A>];  // whole vectors are stored
   alignas(64) A buffer_[kBlock];
 };
@@ -158,9 +158,7 @@ class Rows {
                };
   }
 
-  void save(Sums sums) const {
-    save_sums<A>(work_, row_, inverse_size_, sums.dz, sums.dz_x_hat);
-  }
+  void save(Sums sums) const { save_sums<A>(work_, row_, inverse_size_, sums.dz, sums.dz_x_hat); }
 
  private:
   const Work<A>& work_;

@@ -93,7 +93,8 @@ FXFUSE_INLINE auto of_run(const Work<A>& work, int64_t row, int64_t c) {
 
 // Values of rows, repeated for every channel, so that a vector may cross groups.
 template <class A>
-FXFUSE_INLINE void repeat(const Work<A>& work, const A* of_rows, int64_t begin, int64_t end, A* to) {
+FXFUSE_INLINE void repeat(const Work<A>& work, const A* of_rows, int64_t begin, int64_t end,
+                          A* to) {
   const int64_t size = work.channels / work.groups;
   for (int64_t row = begin; row < end; ++row, to += size) fill(to, size, of_rows[row]);
 }
@@ -154,8 +155,8 @@ class PixelNormalization {
   int64_t sample_ = -1;
 };
 
-// Rows of the layout kElements that are shorter than a vector: some of them as one run, which may go
-// through samples.
+// Rows of the layout kElements that are shorter than a vector: some of them as one run, which may
+// go through samples.
 template <class A>
 class ShortRows {
  public:

@@ -156,8 +156,8 @@ void combine(const Work<A>& work, int64_t begin, int64_t end) {
   }
 }
 
-// Calls f(c, vectors, part) for the channels from c on: for four neighbouring vectors at a time, then
-// for the rest one at a time.
+// Calls f(c, vectors, part) for the channels from c on: for four neighbouring vectors at a time,
+// then for the rest one at a time.
 template <class A, class F>
 FXFUSE_INLINE void for_columns(int64_t channels, F f) {
   constexpr int64_t w = kWidth<A>;
@@ -176,60 +176,67 @@ FXFUSE_INLINE A sum_values(const A* values, int64_t n) {
   return sum_lanes<A>(sum);
 }
 
-// The two passes of chunk_moments over a chunk of pixels, for each channel, and its sums over the
-// channels of each group.
+// The two passes of chunk_moments, down kVectors neighbouring vectors of channels, the first at
+// channel c: `part` is of the last one.
+template <int kVectors, class T, class Part>
+FXFUSE_INLINE void column_sums(const T* x, int64_t pixels, int64_t channels, int64_t c, Part part,
+                               Accumulate<T>* sum) {
+  using A = Accumulate<T>;
+  constexpr int64_t w = kWidth<A>;
+  Vector<A> sums[kVectors] = {};
+  for (int64_t i = 0; i < pixels; ++i) {
+    for (int j = 0; j < kVectors; ++j) sums[j] += load(x + i * channels + c + j * w, part);
+  }
+  for (int j = 0; j < kVectors; ++j) store(sum + c + j * w, sums[j], part);
+}
+
+template <int kVectors, class T, class Part>
+FXFUSE_INLINE void column_moments(const T* x, int64_t pixels, int64_t channels, int64_t c,
+                                  Part part, const Accumulate<T>* mean, Accumulate<T>* difference,
+                                  Accumulate<T>* square) {
+  using A = Accumulate<T>;
+  constexpr int64_t w = kWidth<A>;
+  Vector<A> means[kVectors], differences[kVectors] = {}, squares[kVectors] = {};
+  for (int j = 0; j < kVectors; ++j) means[j] = load(mean + c + j * w, part);
+  for (int64_t i = 0; i < pixels; ++i) {
+    for (int j = 0; j < kVectors; ++j) {
+      const Vector<A> v = load(x + i * channels + c + j * w, part) - means[j];
+      differences[j] += v;
+      squares[j] += v * v;
+    }
+  }
+  for (int j = 0; j < kVectors; ++j) {
+    store(difference + c + j * w, differences[j], part);
+    store(square + c + j * w, squares[j], part);
+  }
+}
+
 template <class T>
 void moments_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   using A = Accumulate<T>;
-  constexpr int64_t w = kWidth<A>;
   const int64_t channels = work.channels, size = channels / work.groups;
-  // The means are those of the groups.
-  const Buffer<A> sum(channels), mean(channels + w), square(channels);
+  // Of each channel; the mean is that of its group.
+  const Buffer<A> sum(channels), square(channels), mean(channels + kWidth<A>);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t n = item / work.chunks, k = item % work.chunks, start = k * work.chunk;
     const int64_t pixels = min(work.chunk, work.spatial - start);
     const T* x = static_cast<const T*>(work.input) + (n * work.spatial + start) * channels;
     const double inverse = 1. / (size * pixels);
-    for_columns<A>(channels, [&](int64_t c, auto vectors, auto part)
-                                 __attribute__((always_inline)) {
-                                   Vector<A> s[vectors] = {};
-                                   for (int64_t i = 0; i < pixels; ++i) {
-                                     for (int j = 0; j < vectors; ++j) {
-                                       s[j] += load(x + i * channels + c + j * w, part);
-                                     }
-                                   }
-                                   for (int j = 0; j < vectors; ++j) {
-                                     store(sum.data() + c + j * w, s[j], part);
-                                   }
-                                 });
-    for (int64_t g = 0; g < work.groups; ++g) {
-      const A m = static_cast<A>(sum_values(sum.data() + g * size, size) * inverse);
-      fill(mean.data() + g * size, size, m);
+    for_columns<A>(channels,
+                   [&](int64_t c, auto vectors, auto part) __attribute__((always_inline)) {
+                     column_sums<vectors>(x, pixels, channels, c, part, sum.data());
+                   });
+    for (int64_t c = 0; c < channels; c += size) {
+      fill(mean.data() + c, size, static_cast<A>(sum_values(sum.data() + c, size) * inverse));
     }
-    for_columns<A>(channels, [&](int64_t c, auto vectors, auto part)
-                                 __attribute__((always_inline)) {
-                                   Vector<A> m[vectors], d[vectors] = {}, q[vectors] = {};
-                                   for (int j = 0; j < vectors; ++j) {
-                                     m[j] = load(mean.data() + c + j * w, part);
-                                   }
-                                   for (int64_t i = 0; i < pixels; ++i) {
-                                     for (int j = 0; j < vectors; ++j) {
-                                       const Vector<A> v =
-                                           load(x + i * channels + c + j * w, part) - m[j];
-                                       d[j] += v;
-                                       q[j] += v * v;
-                                     }
-                                   }
-                                   for (int j = 0; j < vectors; ++j) {
-                                     store(sum.data() + c + j * w, d[j], part);
-                                     store(square.data() + c + j * w, q[j], part);
-                                   }
-                                 });
+    for_columns<A>(channels, [&](int64_t c, auto vectors,
+                                 auto part) __attribute__((always_inline)) {
+      column_moments<vectors>(x, pixels, channels, c, part, mean.data(), sum.data(), square.data());
+    });
     for (int64_t g = 0; g < work.groups; ++g) {
-      const int64_t row = n * work.groups + g;
-      const double d = sum_values(sum.data() + g * size, size);
-      const double q = sum_values(square.data() + g * size, size);
-      work.moments[row * work.chunks + k] = {(mean[g * size] - row_pivot(work, row)) + d * inverse,
+      const int64_t row = n * work.groups + g, c = g * size;
+      const double d = sum_values(sum.data() + c, size), q = sum_values(square.data() + c, size);
+      work.moments[row * work.chunks + k] = {(mean[c] - row_pivot(work, row)) + d * inverse,
                                              q - d * d * inverse};
     }
   }

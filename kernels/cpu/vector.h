@@ -136,8 +136,8 @@ FXFUSE_INLINE Vector<A> clamped(Vector<A> x, A limit) {
 #endif
 }
 
-// x times 2^n, where |n| is at most twice the bias, with infinity where it overflows and through the
-// subnormals where it underflows.
+// x times 2^n, where |n| is at most twice the bias, with infinity where it overflows and through
+// the subnormals where it underflows.
 template <class A>
 FXFUSE_INLINE Vector<A> scaled(Vector<A> x, const Reduced<A>& by) {
 #if defined(FXFUSE_AVX512)
@@ -346,7 +346,8 @@ FXFUSE_INLINE Vector<Accumulate<T>> load(const T* from, First part) {
     // Pairs, and the last value once more: where the count is odd it is not in a pair.
     const __m128i lane = _mm_set_epi16(7, 6, 5, 4, 3, 2, 1, 0);
     const __m128i last = _mm_cmpeq_epi16(lane, _mm_set1_epi16(part.count - 1));
-    const __m128i pairs = _mm_cmpgt_epi32(_mm_set1_epi32(part.count / 2), _mm_set_epi32(3, 2, 1, 0));
+    const __m128i pairs =
+        _mm_cmpgt_epi32(_mm_set1_epi32(part.count / 2), _mm_set_epi32(3, 2, 1, 0));
     raw = (Bits16)_mm_maskload_epi32((const int*)from, pairs);
     raw |= (Bits16)_mm_and_si128(last, _mm_set1_epi16(from[part.count - 1].bits));
     return Storage<T>::widen(raw);

@@ -63,10 +63,10 @@ struct Work {
   // dz of an activation that is called, in the type of dinput, whose memory it may share: the sums
   // write it, dinput reads it.
   void* dz;
-  A *offset, *slope;  // (rows)
+  A *offset, *slope;  // (rows); but for kElements, for an x - mean without the low part
   // Parts of the affine gradients, added up in A.  kElements: (slices, channels), a slice being
   // `slice` samples, or null where not asked for.  kPixels: (batch, chunks, channels), dweight
-  // without the factor rstd.
+  // without the factor rstd and the low part of the mean.
   A *dweight, *dbias;
   int64_t slice;
   Sums* sums;  // kRuns, kPixels: (batch, channels)
