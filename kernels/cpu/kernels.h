@@ -32,7 +32,7 @@ constexpr Kernels<Accumulate<T>> kCalled = {
     output<T, CalledOutput<T>>,
     sums<T, CalledGradient<T>>,
     dinput<T, KeptGradient<T>>,
-    kFunction<Accumulate<T>, Activation<Vector<Accumulate<T>>>>,
+    kFunction<T, Activation<Vector<Accumulate<T>>>>,
 };
 
 template <class T>

@@ -1,5 +1,9 @@
 // The output: one pass over the input.
 
+// Values of a block: those for which a function is called, or short rows that are done together.
+// 4 KiB of float.
+constexpr int64_t kBlock = 1024;
+
 // A coefficient along a run of values: one for all of them, or one for each.
 template <class A>
 struct Uniform {
@@ -9,6 +13,10 @@ struct Uniform {
   FXFUSE_INLINE Vector<A> at(int64_t, Part) const {
     return value;
   }
+  template <class Part>
+  FXFUSE_INLINE Vector<A> from(Vector<A> x, int64_t, Part) const {
+    return x - value;
+  }
 };
 template <class A>
 struct Varying {
@@ -17,6 +25,20 @@ struct Varying {
   template <class Part>
   FXFUSE_INLINE Vector<A> at(int64_t i, Part part) const {
     return load(values + i, part);
+  }
+  template <class Part>
+  FXFUSE_INLINE Vector<A> from(Vector<A> x, int64_t i, Part part) const {
+    return x - at(i, part);
+  }
+};
+
+// A mean with its low part.
+template <class Mean>
+struct Pair {
+  Mean high, low;
+  template <class V, class Part>
+  FXFUSE_INLINE V from(V x, int64_t i, Part part) const {
+    return low.from(high.from(x, i, part), i, part);
   }
 };
 
@@ -33,16 +55,17 @@ struct VaryingScale {
 
 // z = (x - mean) * scale + bias along a run, where scale is weight * rstd.  The mean is subtracted
 // first: no scale and shift is computed ahead, since it would lose the digits that the two terms
-// share.
+// share.  Only its low part, which is no larger than what is left of the largest x, may be left to
+// the bias.
 template <class Mean, class Scale, class Bias>
 struct Normalization {
-  Mean mean, mean_low;
+  Mean mean;
   Scale scale;
   Bias bias;
 
   template <class T, class Part>
   FXFUSE_INLINE auto centre(const T* x, int64_t i, Part part) const {
-    return (load(x + i, part) - mean.at(i, part)) - mean_low.at(i, part);
+    return mean.from(load(x + i, part), i, part);
   }
   template <class V, class Part>
   FXFUSE_INLINE V z(V centred, int64_t i, Part part) const {
@@ -55,104 +78,150 @@ template <class A>
 FXFUSE_INLINE auto of_elements(const Work<A>& work, int64_t row, int64_t c) {
   const Uniform<A> mean(work.mean[row]), mean_low(work.mean_low[row]), rstd(work.rstd[row]);
   const VaryingScale<A> scale = {Varying<A>(work.weight + c), rstd};
-  return Normalization<Uniform<A>, VaryingScale<A>, Varying<A>>{mean, mean_low, scale,
-                                                                Varying<A>(work.bias + c)};
+  return Normalization<Pair<Uniform<A>>, VaryingScale<A>, Varying<A>>{
+      {mean, mean_low}, scale, Varying<A>(work.bias + c)};
 }
 
-// The run of channel `c`.
+// The run of channel `c`; the low part of the mean is in the bias.
 template <class A>
 FXFUSE_INLINE auto of_run(const Work<A>& work, int64_t row, int64_t c) {
-  const Uniform<A> mean(work.mean[row]), mean_low(work.mean_low[row]);
-  const Uniform<A> scale(work.rstd[row] * work.weight[c]), bias(work.bias[c]);
-  return Normalization<Uniform<A>, Uniform<A>, Uniform<A>>{mean, mean_low, scale, bias};
+  const A scale = work.rstd[row] * work.weight[c];
+  return Normalization<Uniform<A>, Uniform<A>, Uniform<A>>{
+      Uniform<A>(work.mean[row]), Uniform<A>(scale),
+      Uniform<A>(work.bias[c] - work.mean_low[row] * scale)};
 }
 
-// Values of the rows of a sample, repeated for every channel and multiplied by its factor if there
-// is one, so that a vector of a pixel may cross groups.
+// Values of rows, repeated for every channel, so that a vector may cross groups.
+template <class A>
+FXFUSE_INLINE void repeat(const Work<A>& work, const A* of_rows, int64_t begin, int64_t end,
+                          A* to) {
+  const int64_t size = work.channels / work.groups;
+  for (int64_t row = begin; row < end; ++row, to += size) fill(to, size, of_rows[row]);
+}
+
+// One value for each channel of a sample.
 template <class A>
 class PerChannel {
  public:
-  PerChannel(const Work<A>& work, const A* of_rows, const A* factor = nullptr)
-      : work_(work), of_rows_(of_rows), factor_(factor), values_(work.channels + kWidth<A>) {}
+  PerChannel(const Work<A>& work, const A* of_rows)
+      : work_(work), of_rows_(of_rows), values_(work.channels + kWidth<A>) {}
 
   Varying<A> of_sample(int64_t n) {
-    if (n != sample_) repeat(n, 0, work_.groups);
-    sample_ = n;
+    if (n != sample_) {
+      repeat(work_, of_rows_, n * work_.groups, (n + 1) * work_.groups, values_.data());
+      sample_ = n;
+    }
     return Varying<A>(values_.data());
   }
 
-  // From the first channel of group `first` of sample n on, up to group `last`.
-  Varying<A> of_groups(int64_t n, int64_t first, int64_t last) {
-    repeat(n, first, last);
-    return Varying<A>(values_.data() + first * (work_.channels / work_.groups));
-  }
-
  private:
-  void repeat(int64_t n, int64_t first, int64_t last) {
-    const int64_t size = work_.channels / work_.groups;
-    A* to = values_.data();
-    for (int64_t g = first; g < last; ++g) {
-      // In whole vectors, the last of which the next group overwrites.
-      const Uniform<A> value(of_rows_[n * work_.groups + g]);
-      for (int64_t c = g * size; c < (g + 1) * size; c += kWidth<A>) store(to + c, value.value);
-    }
-    if (factor_ == nullptr) return;
-    for (int64_t c = first * size; c < last * size; ++c) to[c] *= factor_[c];
-  }
-
   const Work<A>& work_;
-  const A *of_rows_, *factor_;
+  const A* of_rows_;
   Buffer<A> values_;
   int64_t sample_ = -1;
 };
 
-// The pixels of a sample, or some groups of a sample that is one pixel.
+// The pixels of a sample; the low part of the mean is in the bias.
 template <class A>
 class PixelNormalization {
  public:
   explicit PixelNormalization(const Work<A>& work)
-      : mean_(work, work.mean),
+      : work_(work),
+        mean_(work, work.mean),
         mean_low_(work, work.mean_low),
-        scale_(work, work.rstd, work.weight),
-        bias_(work.bias) {}
+        rstd_(work, work.rstd),
+        scale_(work.channels),
+        bias_(work.channels) {}
 
   auto of_sample(int64_t n) {
-    return Normalization<Varying<A>, Varying<A>, Varying<A>>{
-        mean_.of_sample(n), mean_low_.of_sample(n), scale_.of_sample(n), Varying<A>(bias_)};
-  }
-
-  auto of_groups(int64_t n, int64_t first, int64_t last, int64_t size) {
-    return Normalization<Varying<A>, Varying<A>, Varying<A>>{
-        mean_.of_groups(n, first, last), mean_low_.of_groups(n, first, last),
-        scale_.of_groups(n, first, last), Varying<A>(bias_ + first * size)};
+    const Varying<A> mean = mean_.of_sample(n);
+    if (n != sample_) {
+      const Varying<A> low = mean_low_.of_sample(n), rstd = rstd_.of_sample(n);
+      for_vectors<A>(work_.channels, [&](int64_t c, auto part) __attribute__((always_inline)) {
+        const auto scale = load(work_.weight + c, part) * rstd.at(c, part);
+        store(scale_.data() + c, scale, part);
+        store(bias_.data() + c, load(work_.bias + c, part) - low.at(c, part) * scale, part);
+      });
+      sample_ = n;
+    }
+    return Normalization<Varying<A>, Varying<A>, Varying<A>>{mean, Varying<A>(scale_.data()),
+                                                             Varying<A>(bias_.data())};
   }
 
  private:
-  PerChannel<A> mean_, mean_low_, scale_;
-  const A* bias_;
+  const Work<A>& work_;
+  PerChannel<A> mean_, mean_low_, rstd_;
+  Buffer<A> scale_, bias_;
+  int64_t sample_ = -1;
+};
+
+// Rows of the layout kElements that are shorter than a vector: some of them as one run, which may
+// go through samples.
+template <class A>
+class ShortRows {
+ public:
+  explicit ShortRows(const Work<A>& work) : work_(work), size_(work.channels / work.groups) {}
+
+  int64_t at_a_time() const { return kBlock / size_; }
+
+  // Calls f(i, c, n) for the parts of the run [begin, end) that lie in one sample: its values
+  // [i, i + n) are those of the channels from c on.
+  template <class F>
+  FXFUSE_INLINE void for_samples(int64_t begin, int64_t end, F f) const {
+    const int64_t length = (end - begin) * size_;
+    int64_t c = begin % work_.groups * size_;
+    for (int64_t i = 0, n; i < length; i += n, c = 0) {
+      n = min(work_.channels - c, length - i);
+      f(i, c, n);
+    }
+  }
+
+  auto normalization(int64_t begin, int64_t end) {
+    repeat(work_, work_.mean, begin, end, mean_);
+    repeat(work_, work_.mean_low, begin, end, mean_low_);
+    repeat(work_, work_.rstd, begin, end, rstd_);
+    for_samples(begin, end, [this](int64_t i, int64_t c, int64_t n) {
+      for_vectors<A>(n, [&](int64_t k, auto part) __attribute__((always_inline)) {
+        const auto weight = load(work_.weight + c + k, part);
+        store(scale_ + i + k, weight * load(rstd_ + i + k, part), part);
+        store(bias_ + i + k, load(work_.bias + c + k, part), part);
+      });
+    });
+    return Normalization<Pair<Varying<A>>, Varying<A>, Varying<A>>{
+        {Varying<A>(mean_), Varying<A>(mean_low_)}, Varying<A>(scale_), Varying<A>(bias_)};
+  }
+  Varying<A> rstd() const { return Varying<A>(rstd_); }  // of the last normalization
+
+ private:
+  static constexpr int64_t kRoom = kBlock + kWidth<A>;  // whole vectors are stored
+  const Work<A>& work_;
+  int64_t size_;
+  alignas(64) A mean_[kRoom], mean_low_[kRoom], rstd_[kRoom], scale_[kRoom], bias_[kRoom];
 };
 
 // ---- Activations -------------------------------------------------------------------------------
 
-template <class A, class Activation>
-void value_of(A* z, int64_t n, const double* params) {
+template <class T, class Activation>
+void value_of(const Accumulate<T>* z, void* y, int64_t n, const double* params) {
   const Activation activation(params);
-  for (int64_t i = 0; i < n; i += kWidth<A>) store(z + i, activation.value(load(z + i)));
+  for_vectors<Accumulate<T>>(n, [=](int64_t i, auto part) __attribute__((always_inline)) {
+    store(static_cast<T*>(y) + i, activation.value(load(z + i, part)), part);
+  });
 }
 
-template <class A, class Activation>
-void grad_of(const A* z, A* gradient, int64_t n, const double* params) {
+template <class T, class Activation>
+void grad_of(const Accumulate<T>* z, const void* dy, Accumulate<T>* dz, void* kept, int64_t n,
+             const double* params) {
   const Activation activation(params);
-  for (int64_t i = 0; i < n; i += kWidth<A>) {
-    store(gradient + i, activation.grad(load(z + i), load(gradient + i)));
-  }
+  for_vectors<Accumulate<T>>(n, [=](int64_t i, auto part) __attribute__((always_inline)) {
+    const auto v = activation.grad(load(z + i, part), load(static_cast<const T*>(dy) + i, part));
+    store(dz + i, v, part);
+    if (!std::is_same_v<T, Accumulate<T>>) store(static_cast<T*>(kept) + i, v, part);
+  });
 }
 
-template <class A, class Activation>
-constexpr Function<A> kFunction = {value_of<A, Activation>, grad_of<A, Activation>};
-
-// Values for which a function is called, 2 KiB of float.
-constexpr int64_t kBlock = 512;
+template <class T, class Activation>
+constexpr Function<Accumulate<T>> kFunction = {value_of<T, Activation>, grad_of<T, Activation>};
 
 // What writes the runs of the output, which come in the order of memory without a gap.
 template <class T, class Activation>
@@ -199,10 +268,7 @@ class CalledOutput {
   }
 
   void finish() {
-    work_.function->value(z_, count_, work_.params);
-    for_vectors<A>(count_, [this](int64_t i, auto part) __attribute__((always_inline)) {
-      store(y_ + i, load(z_ + i), part);
-    });
+    work_.function->value(z_, y_, count_, work_.params);
     count_ = 0;
   }
 
@@ -231,21 +297,18 @@ void output_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t en
   out.finish();
 }
 
-// kElements, rows shorter than a vector: the neighbours of a sample as one run.
 template <class T, class Output>
 void output_of_short_rows(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   const int64_t size = work.channels / work.groups;
   Output out(work);
-  PixelNormalization<Accumulate<T>> normalizations(work);
-  for (int64_t row = begin; row < end;) {
-    const int64_t n = row / work.groups, first = row % work.groups;
-    const int64_t last = min(work.groups, first + end - row);
+  ShortRows<Accumulate<T>> rows(work);
+  for (int64_t row = begin; row < end; row += rows.at_a_time()) {
+    const int64_t stop = min(row + rows.at_a_time(), end);
     out.run(static_cast<const T*>(work.input) + row * size,
-            static_cast<T*>(work.output) + row * size, (last - first) * size,
-            normalizations.of_groups(n, first, last, size));
-    row += last - first;
+            static_cast<T*>(work.output) + row * size, (stop - row) * size,
+            rows.normalization(row, stop));
+    out.finish();  // before the normalization changes
   }
-  out.finish();
 }
 
 template <class T, class Output>

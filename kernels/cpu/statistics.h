@@ -156,73 +156,88 @@ void combine(const Work<A>& work, int64_t begin, int64_t end) {
   }
 }
 
-// The moments of the single channels of a chunk of pixels.
-template <class A>
-struct ChannelMoments {
-  Buffer<A> mean, difference, square;  // m, d and q of each channel
-  explicit ChannelMoments(int64_t channels)
-      : mean(channels), difference(channels), square(channels) {}
-};
+// Calls f(c, vectors, part) for the channels from c on: for four neighbouring vectors at a time,
+// then for the rest one at a time.
+template <class A, class F>
+FXFUSE_INLINE void for_columns(int64_t channels, F f) {
+  constexpr int64_t w = kWidth<A>;
+  int64_t c = 0;
+  for (; c + 4 * w <= channels; c += 4 * w) f(c, std::integral_constant<int, 4>{}, Whole{});
+  for_vectors<A>(channels - c, [&](int64_t i, auto part) __attribute__((always_inline)) {
+    f(c + i, std::integral_constant<int, 1>{}, part);
+  });
+}
 
-// kVectors neighbouring vectors of channels, the first at channel c; `part` is of the last one.
+template <class A>
+FXFUSE_INLINE A sum_values(const A* values, int64_t n) {
+  Vector<A> sum = {};
+  for_vectors<A>(n, [&](int64_t i, auto part)
+                        __attribute__((always_inline)) { sum += load(values + i, part); });
+  return sum_lanes<A>(sum);
+}
+
+// The two passes of chunk_moments, down kVectors neighbouring vectors of channels, the first at
+// channel c: `part` is of the last one.
 template <int kVectors, class T, class Part>
-FXFUSE_INLINE void column_moments(const T* x, int64_t pixels, int64_t channels, int64_t c,
-                                  Part part, const ChannelMoments<Accumulate<T>>& to) {
+FXFUSE_INLINE void column_sums(const T* x, int64_t pixels, int64_t channels, int64_t c, Part part,
+                               Accumulate<T>* sum) {
   using A = Accumulate<T>;
   constexpr int64_t w = kWidth<A>;
-  Vector<A> mean[kVectors] = {}, difference[kVectors] = {}, square[kVectors] = {};
+  Vector<A> sums[kVectors] = {};
   for (int64_t i = 0; i < pixels; ++i) {
-    for (int j = 0; j < kVectors; ++j) mean[j] += load(x + i * channels + c + j * w, part);
+    for (int j = 0; j < kVectors; ++j) sums[j] += load(x + i * channels + c + j * w, part);
   }
-  for (int j = 0; j < kVectors; ++j) mean[j] *= static_cast<A>(1) / pixels;
+  for (int j = 0; j < kVectors; ++j) store(sum + c + j * w, sums[j], part);
+}
+
+template <int kVectors, class T, class Part>
+FXFUSE_INLINE void column_moments(const T* x, int64_t pixels, int64_t channels, int64_t c,
+                                  Part part, const Accumulate<T>* mean, Accumulate<T>* difference,
+                                  Accumulate<T>* square) {
+  using A = Accumulate<T>;
+  constexpr int64_t w = kWidth<A>;
+  Vector<A> means[kVectors], differences[kVectors] = {}, squares[kVectors] = {};
+  for (int j = 0; j < kVectors; ++j) means[j] = load(mean + c + j * w, part);
   for (int64_t i = 0; i < pixels; ++i) {
     for (int j = 0; j < kVectors; ++j) {
-      const Vector<A> v = load(x + i * channels + c + j * w, part) - mean[j];
-      difference[j] += v;
-      square[j] += v * v;
+      const Vector<A> v = load(x + i * channels + c + j * w, part) - means[j];
+      differences[j] += v;
+      squares[j] += v * v;
     }
   }
   for (int j = 0; j < kVectors; ++j) {
-    store(to.mean.data() + c + j * w, mean[j], part);
-    store(to.difference.data() + c + j * w, difference[j], part);
-    store(to.square.data() + c + j * w, square[j], part);
+    store(difference + c + j * w, differences[j], part);
+    store(square + c + j * w, squares[j], part);
   }
-}
-
-// The `size` channels from `begin` on, as one; the mean is relative to `pivot`.  The means of the
-// channels are taken relative to the first.
-template <class A>
-Moments combine_channels(const ChannelMoments<A>& of, int64_t begin, int64_t size, double pixels,
-                         double pivot) {
-  const double first = of.mean[begin];
-  double sum = 0, m2 = 0;
-  for (int64_t c = begin; c < begin + size; ++c) {
-    const double d = of.difference[c], mean = (of.mean[c] - first) + d / pixels;
-    sum += mean;
-    m2 += of.square[c] - d * d / pixels + pixels * mean * mean;
-  }
-  return {(first - pivot) + sum / size, m2 - pixels * sum * sum / size};
 }
 
 template <class T>
 void moments_of_pixels(const Work<Accumulate<T>>& work, int64_t begin, int64_t end) {
   using A = Accumulate<T>;
-  constexpr int64_t w = kWidth<A>;
   const int64_t channels = work.channels, size = channels / work.groups;
-  const ChannelMoments<A> single(channels);
+  // Of each channel; the mean is that of its group.
+  const Buffer<A> sum(channels), square(channels), mean(channels + kWidth<A>);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t n = item / work.chunks, k = item % work.chunks, start = k * work.chunk;
     const int64_t pixels = min(work.chunk, work.spatial - start);
     const T* x = static_cast<const T*>(work.input) + (n * work.spatial + start) * channels;
-    int64_t c = 0;
-    for (; c + 4 * w <= channels; c += 4 * w)
-      column_moments<4>(x, pixels, channels, c, Whole{}, single);
-    for_vectors<A>(channels - c, [&](int64_t i, auto part) __attribute__((always_inline)) {
-      column_moments<1>(x, pixels, channels, c + i, part, single);
+    const double inverse = 1. / (size * pixels);
+    for_columns<A>(channels,
+                   [&](int64_t c, auto vectors, auto part) __attribute__((always_inline)) {
+                     column_sums<vectors>(x, pixels, channels, c, part, sum.data());
+                   });
+    for (int64_t c = 0; c < channels; c += size) {
+      fill(mean.data() + c, size, static_cast<A>(sum_values(sum.data() + c, size) * inverse));
+    }
+    for_columns<A>(channels, [&](int64_t c, auto vectors,
+                                 auto part) __attribute__((always_inline)) {
+      column_moments<vectors>(x, pixels, channels, c, part, mean.data(), sum.data(), square.data());
     });
     for (int64_t g = 0; g < work.groups; ++g) {
-      work.moments[(n * work.groups + g) * work.chunks + k] =
-          combine_channels(single, g * size, size, pixels, row_pivot(work, n * work.groups + g));
+      const int64_t row = n * work.groups + g, c = g * size;
+      const double d = sum_values(sum.data() + c, size), q = sum_values(square.data() + c, size);
+      work.moments[row * work.chunks + k] = {(mean[c] - row_pivot(work, row)) + d * inverse,
+                                             q - d * d * inverse};
     }
   }
 }

@@ -1,7 +1,7 @@
 // Vectors of the accumulate type, in the vector extensions of GCC and Clang: + - * / ?: and the
 // comparisons work on them, and one source is AVX-512, AVX2, SSE2 or NEON.  Intrinsics appear only
-// where the extensions have nothing: float16, the first n lanes, and widening and narrowing, of
-// which GCC 12 makes long sequences.
+// where the extensions have nothing: float16, the first n lanes, minimum and maximum, scaling by a
+// power of two, and widening and narrowing, of which GCC 12 makes long sequences.
 
 #define FXFUSE_INLINE inline __attribute__((always_inline))
 
@@ -98,15 +98,15 @@ FXFUSE_INLINE Vector<A> taylor(Vector<A> r) {
   }
 }
 
-// n and r of an x within the limit.
+// n and r of an x within the limit; `rounded` is n too.
 template <class A>
 struct Reduced {
   Integers<A> n;
-  Vector<A> r;
+  Vector<A> rounded, r;
   explicit FXFUSE_INLINE Reduced(Vector<A> x) {
     using E = ExponentialOf<A>;
     const Vector<A> shifted = x * static_cast<A>(1.4426950408889634074) + E::kRound;
-    const Vector<A> rounded = shifted - E::kRound;
+    rounded = shifted - E::kRound;
     r = (x - rounded * E::kLn2High) - rounded * E::kLn2Low;
     n = (Integers<A>)shifted - (Integers<A>)(E::kRound - Vector<A>{});
   }
@@ -117,24 +117,50 @@ FXFUSE_INLINE Vector<A> power_of_two(Integers<A> n) {  // with a normal result
   return (Vector<A>)((n + ExponentialOf<A>::kBias) << ExponentialOf<A>::kMantissaBits);
 }
 
+// NaN stays: minimum and maximum return their second operand where one is NaN.
 template <class A>
 FXFUSE_INLINE Vector<A> clamped(Vector<A> x, A limit) {
-  x = x > limit ? limit - Vector<A>{} : x;
-  return x < -limit ? -limit - Vector<A>{} : x;
+  const Vector<A> high = limit - Vector<A>{}, low = -high;
+#if defined(FXFUSE_AVX512)
+  if constexpr (sizeof(A) == 4) {
+    const auto least = _mm512_maskz_min_ps(0xffff, (__m512)high, (__m512)x);
+    return (Vector<A>)_mm512_maskz_max_ps(0xffff, (__m512)low, least);
+  } else {
+    const auto least = _mm512_maskz_min_pd(0xff, (__m512d)high, (__m512d)x);
+    return (Vector<A>)_mm512_maskz_max_pd(0xff, (__m512d)low, least);
+  }
+#elif defined(FXFUSE_AVX2)
+  if constexpr (sizeof(A) == 4) {
+    return (Vector<A>)_mm256_max_ps((__m256)low, _mm256_min_ps((__m256)high, (__m256)x));
+  } else {
+    return (Vector<A>)_mm256_max_pd((__m256d)low, _mm256_min_pd((__m256d)high, (__m256d)x));
+  }
+#else
+  x = x > limit ? high : x;
+  return x < -limit ? low : x;
+#endif
 }
 
-// e^x times 2^n, where |n| is at most the bias: in two factors, so that overflow gives infinity and
-// underflow goes through the subnormals.
+// x times 2^n, where |n| is at most twice the bias, with infinity where it overflows and through
+// the subnormals where it underflows.
 template <class A>
-FXFUSE_INLINE Vector<A> scaled(Vector<A> x, Integers<A> n) {
-  const Integers<A> half = n >> 1;
-  return x * power_of_two<A>(half) * power_of_two<A>(n - half);
+FXFUSE_INLINE Vector<A> scaled(Vector<A> x, const Reduced<A>& by) {
+#if defined(FXFUSE_AVX512)
+  if constexpr (sizeof(A) == 4) {
+    return (Vector<A>)_mm512_maskz_scalef_ps(0xffff, (__m512)x, (__m512)by.rounded);
+  } else {
+    return (Vector<A>)_mm512_maskz_scalef_pd(0xff, (__m512d)x, (__m512d)by.rounded);
+  }
+#else
+  const Integers<A> half = by.n >> 1;  // in two factors, each a normal number
+  return x * power_of_two<A>(half) * power_of_two<A>(by.n - half);
+#endif
 }
 
 template <class A>
 FXFUSE_INLINE Vector<A> exponential_of(Vector<A> x) {
   const Reduced<A> reduced(clamped<A>(x, ExponentialOf<A>::kLimit));
-  return scaled<A>(taylor<A>(reduced.r), reduced.n);
+  return scaled<A>(taylor<A>(reduced.r), reduced);
 }
 FXFUSE_INLINE Vector<float> exponential(Vector<float> x) { return exponential_of<float>(x); }
 FXFUSE_INLINE Vector<double> exponential(Vector<double> x) { return exponential_of<double>(x); }
@@ -168,7 +194,7 @@ FXFUSE_INLINE Vector<A> bell_of(Vector<A> z) {
       (Vector<A>)((Integers<A>)z >> kLowBits << kLowBits);  // has an exact square
   Reduced<A> reduced(high * high * static_cast<A>(-0.5));
   reduced.r += (high - z) * (high + z) * static_cast<A>(0.5);
-  return scaled<A>(taylor<A>(reduced.r), reduced.n);
+  return scaled<A>(taylor<A>(reduced.r), reduced);
 }
 FXFUSE_INLINE Vector<float> bell(Vector<float> z) { return bell_of<float>(z); }
 FXFUSE_INLINE Vector<double> bell(Vector<double> z) { return bell_of<double>(z); }
@@ -321,13 +347,22 @@ FXFUSE_INLINE Vector<Accumulate<T>> load(const T* from, First part) {
   if constexpr (sizeof(T) == 2) raw = (Bits16)_mm256_maskz_loadu_epi16(mask, from);
 #else
 #if defined(FXFUSE_AVX2)
-  if constexpr (sizeof(T) >= 4) {
-    auto mask = (__m256i)first_lanes<T>(part.count);
-    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_maskload_pd(from, mask);
-    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_maskload_ps(from, mask);
+  if constexpr (sizeof(T) == 2) {
+    // Pairs, and the last value once more: where the count is odd it is not in a pair.
+    const __m128i lane = _mm_set_epi16(7, 6, 5, 4, 3, 2, 1, 0);
+    const __m128i last = _mm_cmpeq_epi16(lane, _mm_set1_epi16(part.count - 1));
+    const __m128i pairs =
+        _mm_cmpgt_epi32(_mm_set1_epi32(part.count / 2), _mm_set_epi32(3, 2, 1, 0));
+    raw = (Bits16)_mm_maskload_epi32((const int*)from, pairs);
+    raw |= (Bits16)_mm_and_si128(last, _mm_set1_epi16(from[part.count - 1].bits));
+    return Storage<T>::widen(raw);
   }
-#endif
+  auto mask = (__m256i)first_lanes<Accumulate<T>>(part.count);
+  if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_maskload_pd(from, mask);
+  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_maskload_ps(from, mask);
+#else
   copy_pieces<sizeof raw / 2>((char*)&raw, (const char*)from, part.count * sizeof(T));
+#endif
 #endif
   return Storage<T>::widen(raw);
 }
@@ -374,6 +409,12 @@ FXFUSE_INLINE void for_vectors(int64_t n, F f) {
   int64_t i = 0;
   for (; i + kWidth<A> <= n; i += kWidth<A>) f(i, Whole{});
   if (i < n) f(i, First{n - i});
+}
+
+// Sets n values, and up to a vector after them.
+template <class A>
+FXFUSE_INLINE void fill(A* to, int64_t n, A value) {
+  for (int64_t i = 0; i < n; i += kWidth<A>) store(to + i, broadcast<Vector<A>>(value));
 }
 
 // ---- Arithmetic --------------------------------------------------------------------------------

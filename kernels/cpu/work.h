@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "../group_norm.h"
@@ -26,13 +27,12 @@ struct Sums {
   double dz, dz_x_hat;  // of dz, and of dz * (x - mean) * rstd
 };
 
-// An activation that is called for a block of values in memory: n of them, and room up to the next
-// multiple of a vector.
+// An activation that is called for n values in memory.
 template <class A>
 struct Function {
-  void (*value)(A* z, int64_t n, const double* params);  // replaces z by f(z)
-  // Replaces the gradient for f(z) by that for z.
-  void (*grad)(const A* z, A* gradient, int64_t n, const double* params);
+  void (*value)(const A* z, void* y, int64_t n, const double* params);
+  // dz is also written to `kept`, in the type of dy; where that is A, both are the same memory.
+  void (*grad)(const A* z, const void* dy, A* dz, void* kept, int64_t n, const double* params);
 };
 
 // A is the accumulate type.  With scale = weight * rstd, z = (x - mean) * scale + bias and
@@ -63,10 +63,10 @@ struct Work {
   // dz of an activation that is called, in the type of dinput, whose memory it may share: the sums
   // write it, dinput reads it.
   void* dz;
-  A *offset, *slope;  // (rows)
+  A *offset, *slope;  // (rows); but for kElements, for an x - mean without the low part
   // Parts of the affine gradients, added up in A.  kElements: (slices, channels), a slice being
   // `slice` samples, or null where not asked for.  kPixels: (batch, chunks, channels), dweight
-  // without the factor rstd.
+  // without the factor rstd and the low part of the mean.
   A *dweight, *dbias;
   int64_t slice;
   Sums* sums;  // kRuns, kPixels: (batch, channels)
