@@ -110,6 +110,36 @@ def _group_norm(  # type: ignore[no-untyped-def]
 ): ...
 
 
+def _augmented(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def assign_(value: Any, other: Any) -> Any:
+        return function(value, other)
+
+    assign_.__name__ = assign_.__qualname__ = f"{function.__name__}_"
+    return assign_
+
+
+# `a += b` and its kin as functions, by the names of the methods.  Not operator.iadd itself, which
+# fx writes as a statement: that would rebind `a` where it is a number.
+AUGMENTED: dict[str, Callable[[Any, Any], Any]] = {
+    f"__{name}__": _augmented(getattr(operator, name))
+    for name in (
+        "iadd",
+        "iand",
+        "ifloordiv",
+        "ilshift",
+        "imatmul",
+        "imod",
+        "imul",
+        "ior",
+        "ipow",
+        "irshift",
+        "isub",
+        "itruediv",
+        "ixor",
+    )
+}
+
+
 # What has the same name as a function of torch and as a method of its tensors.
 _NAMES = {
     "relu": _spell("relu", _unary),
@@ -239,7 +269,7 @@ _FUNCTIONS: dict[object, _Spelling] = {
     torch.special.expit: _spell("sigmoid", _unary_out),
     F.tanh: _spell("tanh", F.tanh),
     operator.mul: _spell("mul", _binary),
-    operator.imul: _spell("mul", _binary, inplace=True),
+    **dict.fromkeys((operator.imul, AUGMENTED["__imul__"]), _spell("mul", _binary, inplace=True)),
     operator.add: _spell("add", _binary),
     torch.dropout: _spell("dropout", _dropout),
     **{

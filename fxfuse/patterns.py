@@ -108,7 +108,15 @@ def fusions(channels_last: ops.ChannelsLast = "keep", *, alone: bool = False) ->
             name="GroupNorm alone",
             steps=chain[:1],
             producer=nodes.name,
-            instead=frozenset({Reason.NO_ACTIVATION, Reason.GRAPH_OUTPUT, Reason.OTHER_READER}),
+            # what is written to afterwards is the operator's result just as well
+            instead=frozenset(
+                {
+                    Reason.NO_ACTIVATION,
+                    Reason.GRAPH_OUTPUT,
+                    Reason.OTHER_READER,
+                    Reason.WRITTEN_IN_PLACE,
+                }
+            ),
             outcome=Reason.ALONE,
         ),
     )

@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fxfuse import guards
+from fxfuse import guards, nodes
 from fxfuse.guards import MISSING, TENSOR, Guard, Path
 from fxfuse.rewrite import Reason, Refusal
 
@@ -139,6 +139,24 @@ class _Value(fx.Proxy):
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         return _Attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node", "_node", "root", "attr"):  # fx's own
+            error = "it sets an attribute of something computed"
+            raise cast(_Tracer, self.tracer).refused(Reason.UNTRACEABLE.because(error=error))
+        super().__setattr__(name, value)
+
+
+def _augment(name: str, function: Callable[[Any, Any], Any]) -> None:
+    def record(self: _Value, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    setattr(_Value, name, record)
+
+
+# fx has none of them, and Python would take `a = a + b` for `a += b`: another tensor.
+for _name, _function in nodes.AUGMENTED.items():
+    _augment(_name, _function)
 
 
 class _Attribute(_Value, fx.proxy.Attribute):

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import inspect
 import io
+import operator
 import pickle
 import random
 import subprocess
@@ -28,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import tracing
+from fxfuse import nodes, tracing
 from fxfuse.surgery import _PLAN
 
 
@@ -1542,6 +1543,92 @@ def test_a_mode_that_is_on_while_optimizing_hides_no_switch(cls: type[Block]) ->
         assert reason(OwnGradient()) == "untraceable"
     with torch.autocast("cpu", torch.bfloat16):
         assert reason(Autocast()) == "context_manager"
+
+
+@pytest.mark.parametrize("name", nodes.AUGMENTED)
+def test_an_augmented_assignment_is_in_place(name: str) -> None:
+    """fx records `a = a + b` for `a += b`, which another name for `a` would not see."""
+    augment = getattr(operator, name.strip("_"))
+    integer = name in ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.norm(x)) + 1
+            total = (10 * x).int() if integer else x * x + 1
+            alias = total
+            total = augment(total, y.int() if integer else y)
+            return alias * 2 + total + y
+
+        def extra_repr(self) -> str:
+            return name
+
+    model, x = Aliased(), torch.randn(4, 4, 4)
+    with torch.no_grad():
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        torch.testing.assert_close(optimized(x), model(x))
+
+
+def test_an_augmented_assignment_of_a_number_changes_one_name() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.size(0)
+            m = n
+            n += 1
+            return self.act(self.norm(x)) * n + m
+
+    model, x = Counts(), torch.randn(3, 4, 5)
+    optimized = fxfuse.optimize(model)
+    assert fused(optimized) == 1
+    torch.testing.assert_close(optimized(x), model(x))
+
+
+def test_a_forward_that_sets_an_attribute_of_a_tensor_is_left_alone() -> None:
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            alias = y.view(-1)
+            y.data = self.act(self.norm(x))  # fx would keep it to itself
+            return alias.sum() + y.view(-1)
+
+    model, x = Sets(), torch.randn(3, 4, 5)
+    optimized = fxfuse.optimize(model)
+    (site,) = fxfuse.report(optimized).sites
+    assert site.code == "untraceable"
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x), model(x))
+
+
+def test_an_argument_that_the_forward_writes_to_is_written_to() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.norm(x))
+            x += y
+            return y
+
+    model = Writes()
+    a, b = (torch.ones(3, 4, 5).cumsum(2) for _ in range(2))
+    optimized = fxfuse.optimize(model)
+    assert fused(optimized) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(a), model(b))
+    torch.testing.assert_close(a, b)
 
 
 def test_a_buffer_written_in_place_is_written_at_each_call() -> None:
