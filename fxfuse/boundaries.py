@@ -81,21 +81,33 @@ class Boundaries:
         output = next(iter(reversed(graph.nodes)))
         return self._leaves(output.args[0], module)
 
-    def _leaves(self, node: Any, module: nn.Module) -> set[nn.Module] | None:
-        """The modules to go through to the chain that a value is amid, or None where it is not."""
+    def _leaves(
+        self, node: Any, module: nn.Module, *, second: bool = True
+    ) -> set[nn.Module] | None:
+        """The modules to go through to the chain that a value is amid, or None where it is not.
+
+        Args:
+            node: The value.
+            module: The module in whose graph it is.
+            second: Whether the chain may have come to a second step already.
+        """
         if not isinstance(node, fx.Node):
             return None
-        if any(_reads(step, node, module) for f in self.table for step in f.steps[:-1]):
+        if any(_reads(step, node, module) for step in {f.steps[0] for f in self.table}):
             return set()
+        for step in {f.steps[1] for f in self.table if len(f.steps) > 2 and second}:
+            if (part := step(node, module)) is not None and part.refusal is None:
+                ways = (self._leaves(n, module, second=False) for n in (part.input, *part.others))
+                return next((way for way in ways if way is not None), None)
         for fusion in self.table:
             if (part := fusion.transparent(node, module)) is not None and part.input is not None:
-                return self._leaves(part.input, module)
+                return self._leaves(part.input, module, second=second)
         if (opaque := self._opaque(node, module)) is None:
             return None
         child, graph = opaque
         inner = self._end(child, graph)
         if inner is None and node.args and self._passes(child, graph):
-            inner = self._leaves(node.args[0], module)
+            inner = self._leaves(node.args[0], module, second=second)
         return None if inner is None else {child, *inner}
 
     def _enters(self, reader: fx.Node, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:

@@ -164,6 +164,7 @@ _NAMES = {
 _METHODS: dict[str, _Spelling] = {
     **_NAMES,
     "mul_": _spell("mul", _binary, inplace=True),
+    "add_": _spell("add", _binary, inplace=True),
     "to": _spell("cast", _to),
     "type": _spell("cast", _to),
     "float": _spell("cast", _unary, dtype=torch.float32),
@@ -271,6 +272,7 @@ _FUNCTIONS: dict[object, _Spelling] = {
     operator.mul: _spell("mul", _binary),
     **dict.fromkeys((operator.imul, AUGMENTED["__imul__"]), _spell("mul", _binary, inplace=True)),
     operator.add: _spell("add", _binary),
+    operator.iadd: _spell("add", _binary, inplace=True),
     torch.dropout: _spell("dropout", _dropout),
     **{
         dropout: _spell("dropout", dropout)

@@ -95,14 +95,7 @@ def group_norm_activation(
         )
         return result
     if input.dim() >= 2 and num_groups > 0:
-        size = input.size()
-        values = size[0] * (size[1] // num_groups)
-        for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
-            values *= extent
-        if input.numel() == 0 or (values == 1 and verify_batch_size):
-            # What torch does not take: F.group_norm has the rules, which are not the same in every
-            # torch, and the messages. Asked on the CPU: CUDA's fails for C = 0 and stays failed.
-            F.group_norm(input.new_empty(size, device="cpu"), num_groups, eps=eps)
+        _check_size(input, input.size(), num_groups, eps, verify_batch_size)
     if not autocast and dtype is None:
         dtype = input.dtype
     if channels_last == "eager" and input.is_cuda:
@@ -116,6 +109,144 @@ def group_norm_activation(
         input, num_groups, weight, bias, eps, activation, params, dtype
     )
     return output
+
+
+Add = Literal["out of place", "residual first", "in place"]
+
+
+def group_norm_add_activation(
+    input: Tensor,
+    residual: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    params: Sequence[float] = (),
+    *,
+    add: Add = "out of place",
+    dtype: torch.dtype | None = None,
+    channels_last: ChannelsLast = "keep",
+    verify_batch_size: bool = True,
+    autocast: bool = True,
+) -> Tensor:
+    r"""Group normalisation, a residual added to its result, and an activation, in one operator.
+
+    .. math::
+        y = f\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \gamma + \beta
+        + r\right)
+
+    The same as :func:`group_norm_activation`, the sum and the activation one after the other, which
+    are also what runs where a gradient is asked for, and for residuals of another size, dtype or
+    layout than the normalised input's.
+
+    Args:
+        input: ``(N, C, *)``, two or more dimensions, floating-point.
+        residual: What is added: ``(N, C, *)``, or anything that can be added.
+        num_groups: Number of groups that the channels are cut into; divides ``C``.
+        weight: ``(C)`` or None.
+        bias: ``(C)`` or None.
+        eps: Added to the variance.
+        activation: As for :func:`group_norm_activation`.
+        params: As for :func:`group_norm_activation`.
+        add: How eager adds: ``"out of place"`` is ``y + residual``, ``"residual first"`` is
+            ``residual + y``, whose layout may be another one, and ``"in place"`` is
+            ``y += residual``, which keeps the size and the dtype of ``y``.
+        dtype: As for :func:`group_norm_activation`, before the sum.
+        channels_last: As for :func:`group_norm_activation`.
+        verify_batch_size: As for :func:`group_norm_activation`.
+        autocast: As for :func:`group_norm_activation`.
+
+    Returns:
+        ``(N, C, *)``, or what eager's sum gives.
+
+    Raises:
+        ValueError: If there is one value per group and ``verify_batch_size`` is set.
+        RuntimeError: If an argument is not as described, or the residual cannot be added.
+    """
+    if has_torch_function_variadic(input, residual, weight, bias):
+        result: Tensor = handle_torch_function(
+            group_norm_add_activation,
+            (input, residual, weight, bias),
+            input,
+            residual,
+            num_groups,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            activation=activation,
+            params=params,
+            add=add,
+            dtype=dtype,
+            channels_last=channels_last,
+            verify_batch_size=verify_batch_size,
+            autocast=autocast,
+        )
+        return result
+    if not _takes_residual(input, residual, dtype, channels_last, autocast) or not (
+        library.is_loaded() or library.load()
+    ):
+        y = group_norm_activation(
+            input,
+            num_groups,
+            weight,
+            bias,
+            eps,
+            dtype=dtype,
+            channels_last=channels_last,
+            verify_batch_size=verify_batch_size,
+            autocast=autocast,
+        )
+        if add == "in place":
+            y += residual
+        else:
+            y = residual + y if add == "residual first" else y + residual
+        return ACTIVATIONS[activation](y, *params)
+    _check_size(input, input.size(), num_groups, eps, verify_batch_size)
+    output: Tensor = torch.ops.fxfuse.group_norm_add_activation(
+        input, residual, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
+def _takes_residual(
+    input: Tensor,
+    residual: Tensor,
+    dtype: torch.dtype | None,
+    channels_last: ChannelsLast,
+    autocast: bool,
+) -> bool:
+    """Whether the operator gives what eager's sum gives: the sizes, dtype and layout of the norm's.
+
+    Subclasses, such as DTensor, have a sum of their own.
+    """
+    plain = all(type(t) is Tensor or type(t) is Parameter for t in (input, residual))
+    if not plain or dtype is not None or input.dim() < 2:
+        return False
+    if input.is_cuda and (channels_last == "eager" or not autocast):
+        return False
+    if input.device != residual.device or input.size() != residual.size():
+        return False
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):
+        # The norm's result is float32.
+        wide = torch.float64 in (input.dtype, residual.dtype)
+        return not wide and residual.is_floating_point() and input.stride() == residual.stride()
+    return input.dtype == residual.dtype and input.stride() == residual.stride()
+
+
+def _check_size(
+    like: Tensor, size: Sequence[int], num_groups: int, eps: float, verify_batch_size: bool
+) -> None:
+    """Raises for a tensor to normalise, of two or more dimensions, that torch does not take."""
+    values = size[0] * (size[1] // num_groups)
+    count = size[0] * size[1]
+    for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
+        values *= extent
+        count *= extent
+    if count == 0 or (values == 1 and verify_batch_size):
+        # F.group_norm has the rules, which are not the same in every torch, and the messages.
+        # Asked on the CPU: CUDA's fails for C = 0 and stays failed.
+        F.group_norm(like.new_empty(size, device="cpu"), num_groups, eps=eps)
 
 
 # Reference activations, from the name and its parameters.
@@ -218,10 +349,28 @@ def _fake_backward(
     )
 
 
+def _fake_add(
+    input: Tensor,
+    residual: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    output: Tensor = torch.ops.fxfuse._empty_add_result(
+        input, residual, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
 def _register_fakes() -> None:
     torch.library.register_fake("fxfuse::group_norm_activation", _fake_inference)
     torch.library.register_fake("fxfuse::group_norm_activation_forward", _fake_forward)
     torch.library.register_fake("fxfuse::group_norm_activation_backward", _fake_backward)
+    torch.library.register_fake("fxfuse::group_norm_add_activation", _fake_add)
 
 
 library.on_load(_register_fakes)

@@ -94,33 +94,34 @@ def fusions(channels_last: ops.ChannelsLast = "keep", *, alone: bool = False) ->
         )
     row = functools.partial(
         Fusion,
+        producer=nodes.name,
         transparent=_transparent,
         measures=nodes.measures,
         survey=nodes.viewed,
         target=ops.group_norm_activation,
         arguments=functools.partial(_arguments, channels_last=channels_last),
     )
+    with_residual = functools.partial(row, target=ops.group_norm_add_activation)
     chain = (_group_norm, _activation)
     rows = (
         row(name="Linear -> GroupNorm -> activation", steps=chain, producer=_linear),
-        row(name="GroupNorm -> activation", steps=chain, producer=nodes.name),
+        row(name="GroupNorm -> activation", steps=chain),
+        with_residual(
+            name="GroupNorm -> add -> activation", steps=(_group_norm, _residual, _activation)
+        ),
+    )
+    if not alone:
+        return rows
+    return (
+        *rows,
+        with_residual(name="GroupNorm -> add", steps=(_group_norm, _residual)),
         row(
             name="GroupNorm alone",
             steps=chain[:1],
-            producer=nodes.name,
-            # what is written to afterwards is the operator's result just as well
-            instead=frozenset(
-                {
-                    Reason.NO_ACTIVATION,
-                    Reason.GRAPH_OUTPUT,
-                    Reason.OTHER_READER,
-                    Reason.WRITTEN_IN_PLACE,
-                }
-            ),
+            instead=frozenset({Reason.NO_ACTIVATION, Reason.GRAPH_OUTPUT, Reason.OTHER_READER}),
             outcome=Reason.ALONE,
         ),
     )
-    return rows if alone else rows[:-1]
 
 
 # ---- the steps of a chain -------------------------------------------------------------------
@@ -174,12 +175,17 @@ def _has_its_sizes(reading: nodes.Reading) -> bool:
 def _is_ours(target: object) -> bool:
     """Whether a function is ours: in Python, or the operator as exported programs have it."""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return str(target).partition(".default")[0] == "fxfuse.group_norm_activation"
-    return target is ops.group_norm_activation
+        return str(target).partition(".default")[0] in (
+            "fxfuse.group_norm_activation",
+            "fxfuse.group_norm_add_activation",
+        )
+    return target in (ops.group_norm_activation, ops.group_norm_add_activation)
 
 
 def _already_fused(node: fx.Node) -> Part:
-    names = ("input", "num_groups", "weight", "bias", "eps", "activation", "params")
+    adds = "_add_" in str(getattr(node.target, "__name__", node.target))
+    residual = ("residual",) if adds else ()
+    names = ("input", *residual, "num_groups", "weight", "bias", "eps", "activation", "params")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     activation = _text(str(given.get("activation", "identity")), given.get("params", ()))
     return Part(
@@ -223,6 +229,19 @@ def _norm(arguments: Mapping[str, Any], root: nn.Module) -> _Norm | Refusal:
         arguments.get("verify_batch_size", True),
         arguments.get("autocast", True),
     )
+
+
+def _residual(node: fx.Node, root: nn.Module) -> Part | None:
+    """The sum with another tensor."""
+    reading = nodes.read(node, root)
+    if reading is None or reading.operation != "add" or reading.input is None:
+        return None
+    other = reading.arguments["other"]
+    if not isinstance(other, fx.Node) or reading.arguments.get("alpha", 1) != 1:
+        return None
+    if reading.arguments.get("out") is not None:
+        return None
+    return Part(node, "+", reading.input, reading.inplace, others=(other,))
 
 
 @dataclass(frozen=True)
@@ -482,11 +501,20 @@ def _kind(value: object) -> str:
 def _arguments(
     graph: fx.Graph, match: Match, viewed: frozenset[fx.Node], channels_last: ops.ChannelsLast
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `ops.group_norm_activation`, without those that are its defaults."""
+    """The arguments of the operator, without those that are its defaults."""
     norm: _Norm = match.parts[0].data
-    alone = len(match.parts) == 1
-    activation: _Activation = _Activation("identity") if alone else match.parts[1].data
+    activation = _Activation("identity")
+    residual: tuple[fx.Node, ...] = ()
     kwargs: dict[str, Any] = {}
+    for part in match.parts[1:]:
+        if not part.others:
+            activation = part.data
+            continue
+        residual = part.others
+        if part.same_tensor:
+            kwargs["add"] = "in place"
+        elif part.exchanged:
+            kwargs["add"] = "residual first"
     for name, value in (("weight", norm.weight), ("bias", norm.bias)):
         if isinstance(value, Attribute):
             # Not graph.get_attr: it looks the path up for a warning, which lint does as well.
@@ -504,4 +532,4 @@ def _arguments(
         kwargs["verify_batch_size"] = False
     if not norm.autocast:
         kwargs["autocast"] = False
-    return (match.parts[0].input, norm.num_groups), kwargs
+    return (match.parts[0].input, *residual, norm.num_groups), kwargs

@@ -30,6 +30,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.NO_ACTIVATION: "An activation right after the norm; one that fxfuse does not know can "
     "be added to its table.",
     Reason.NOT_THE_INPUT: NOT_FOR_A_USER,
+    Reason.WRITTEN_MEANWHILE: "Write to a copy instead, or after the sum.",
     Reason.MODE_SWITCH: "Change the mode before the norm or after the activation.",
     Reason.DROPOUT: "Put the dropout after the activation, or p = 0.",
     Reason.OTHER_GRADIENT: "Write it as one call, or decompose it later than the pass.",

@@ -11,17 +11,19 @@ have no effect and whose own results no one reads, which go with the chain; read
 more than what its result shares with the value, such as the shape; and, where the rest of the chain
 writes in place, the readers that come after the last write, which see its result.  The new node
 stands where the chain began, so what the graph does to the chain's inputs afterwards comes
-afterwards still.
+afterwards still.  Where a later part of the chain reads another value too, such as a residual, it
+stands there instead, and nothing may be written to in between.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -46,6 +48,7 @@ class Reason(Enum):
     NO_READER = "{value} is not read."
     NO_ACTIVATION = "{value} goes to {reader}, which no fusion knows."
     NOT_THE_INPUT = "{value} enters {reader} as another argument than its input."
+    WRITTEN_MEANWHILE = "{writer} writes in place before {reader} has all that it reads."
     MODE_SWITCH = "{switch} changes the grad or autocast mode in between."
 
     # Found by the readers of the steps.
@@ -117,6 +120,9 @@ class Part:
         same_tensor: Whether the result is the very tensor that came in, written over or not.
         index: Which of the node's results the chain passes on; None where it has one.
         inner: Nodes before it that are part of the same operation, where several nodes make one.
+        others: Further values that it reads.  The chain may come through any of them instead,
+            unless the result is the same tensor.
+        exchanged: Whether it does: then `input` and one of the others have changed places.
         data: What the fusion needs to know to replace the node.
         refusal: Why the node cannot be replaced, if so.
     """
@@ -127,8 +133,18 @@ class Part:
     same_tensor: bool = False
     index: int | None = None
     inner: tuple[fx.Node, ...] = ()
+    others: tuple[fx.Node, ...] = ()
+    exchanged: bool = False
     data: Any = None
     refusal: Refusal | None = None
+
+    def through(self, value: fx.Node) -> Part:
+        """This part as the chain that has come to a value goes through it."""
+        if value is self.input or value not in self.others or self.same_tensor:
+            return self
+        assert self.input is not None
+        others = tuple(self.input if other is value else other for other in self.others)
+        return replace(self, input=value, others=others, exchanged=True)
 
 
 Reader = Callable[[fx.Node, nn.Module], Part | None]
@@ -187,6 +203,11 @@ class Match:
     nodes: tuple[fx.Node, ...]
     unread: tuple[fx.Node, ...] = ()
     early: tuple[fx.Node, ...] = ()
+
+    @property
+    def place(self) -> fx.Node:
+        """Before which node the call stands: that all it reads is there."""
+        return next((part.node for part in self.parts if part.others), self.nodes[0])
 
 
 @dataclass(frozen=True)
@@ -370,6 +391,7 @@ class _Context:
         order: The place of each node.
         unread: The nodes without effect whose results no one reads, or only others of these.
         switches: The places of the nodes that change a mode, in order.
+        taken: The nodes of the chains that will be replaced: a sum of two norms is part of one.
     """
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
@@ -381,12 +403,19 @@ class _Context:
                 self.unread.add(node)
         self.nodes: list[fx.Node] = list(self.order)
         self.switches = [index for node, index in self.order.items() if _switches_mode(node)]
+        self.taken: set[fx.Node] = set()
 
-    def switch(self, first: fx.Node, last: fx.Node) -> fx.Node | None:
-        """The first node between two that changes a mode."""
-        found = bisect.bisect_right(self.switches, self.order[first])
-        place = self.switches[found] if found < len(self.switches) else len(self.nodes)
-        return self.nodes[place] if place < self.order[last] else None
+    @functools.cached_property
+    def writers(self) -> list[int]:
+        """The places of the nodes that write to a value in place, in order."""
+        return [index for node, index in self.order.items() if written(node, self.root)]
+
+    def between(self, places: Sequence[int], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+        """Those of the nodes at the given places that lie between two."""
+        for found in range(bisect.bisect_right(places, self.order[first]), len(places)):
+            if places[found] >= self.order[last]:
+                return
+            yield self.nodes[places[found]]
 
 
 def _inspect(node: fx.Node, fusions: Sequence[Fusion], context: _Context) -> Site | None:
@@ -404,6 +433,7 @@ def _inspect(node: fx.Node, fusions: Sequence[Fusion], context: _Context) -> Sit
         if chain is None:
             continue
         if chain.refusal is None:
+            context.taken.update(chain.nodes)
             return chain.site()
         first = first or chain
     return None if first is None else first.site()
@@ -469,8 +499,21 @@ class _Chain:
         for value in self.nodes[:-1]:
             if not all(self._may_stay(reader, value, tail) for reader in self._others(value)):
                 return self._shared(value)
-        switch = self.context.switch(head, tail)
-        return None if switch is None else Reason.MODE_SWITCH.because(switch=switch.name)
+        switch = next(self.context.between(self.context.switches, head, tail), None)
+        if switch is not None:
+            return Reason.MODE_SWITCH.because(switch=switch.name)
+        place = next((part.node for part in self.parts if part.others), head)
+        return self._hastened(place)
+
+    def _hastened(self, place: fx.Node) -> Refusal | None:
+        """What does not let the call wait until the chain comes to a place."""
+        for value in self.nodes[: self.nodes.index(place)]:
+            if any(self._before(reader, place) for reader in self._others(value)):
+                return self._shared(value)
+        for writer in self.context.between(self.context.writers, self.nodes[0], place):
+            if writer not in self.nodes:
+                return Reason.WRITTEN_MEANWHILE.because(writer=writer.name, reader=place.name)
+        return None
 
     def _may_stay(self, reader: fx.Node, value: fx.Node, tail: fx.Node) -> bool:
         """Whether a reader outside the chain may read the chain's result in place of a value."""
@@ -496,17 +539,22 @@ class _Chain:
             if not readers:
                 return Reason.NO_READER.because(value=value.name)
             reader = readers[0]
-            part = step(reader, self.context.root)
+            part = None
+            if reader not in self.context.taken:
+                part = step(reader, self.context.root)
             found = part is not None
             if part is None:
                 part = self.fusion.transparent(reader, self.context.root)
             if part is None:
                 return self._lost(value, readers, step)
+            part = part.through(value)
             if found:
                 self.parts.append(part)
             self._append(part)
             if part.input is not value:
                 return Reason.NOT_THE_INPUT.because(value=value.name, reader=reader.name)
+            if value in part.others:
+                return Reason.OTHER_READER.because(value=value.name, readers=reader.name)
             if part.refusal is not None:
                 return part.refusal
             if found:
@@ -599,7 +647,7 @@ class _Chain:
         return Site(
             norm=head.text,
             producer=self.producer,
-            activation=self.parts[-1].text if len(self.parts) > 1 else "",
+            activation=" ".join(part.text for part in self.parts[1:]),
             fused=refusal.reason is Reason.ALREADY_FUSED,
             code=refusal.reason.code,
             reason=refusal.sentence,
@@ -615,11 +663,11 @@ _FAR = 100
 
 
 def insert(graph: fx.Graph, match: Match, survey: Any = None) -> fx.Node:
-    """Puts the call that will take the place of a chain where the chain begins."""
+    """Puts the call that will take the place of a chain where the chain begins (`Match.place`)."""
     if survey is None:
         survey = match.fusion.survey(graph)
     head, tail = match.nodes[0], match.nodes[-1]
-    with graph.inserting_before(head):
+    with graph.inserting_before(match.place):
         args, kwargs = match.fusion.arguments(graph, match, survey)
         call = graph.call_function(match.fusion.target, args, kwargs, type_expr=tail.type)
     # What it computes is what the last node computed; where it comes from is where the first did.

@@ -32,6 +32,7 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 constexpr char kOp[] = "group_norm_activation";
 constexpr char kForwardOp[] = "group_norm_activation_forward";
 constexpr char kBackwardOp[] = "group_norm_activation_backward";
+constexpr char kAddOp[] = "group_norm_add_activation";
 
 // ---- composition of ATen operators -------------------------------------------------------
 
@@ -319,6 +320,37 @@ using CpuKernels = Kernels<cpu::forward, cpu::backward>;
 using CudaKernels = Kernels<cuda::run_forward, cuda::run_backward>;
 #endif
 
+// ---- a residual between norm and activation ----------------------------------------------
+
+CheckedActivation check_add(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                            const MaybeTensor& weight, const MaybeTensor& bias,
+                            c10::string_view activation, at::ArrayRef<double> params,
+                            MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_arguments(kAddOp, input, num_groups, weight, bias, activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  TORCH_CHECK(residual.sym_sizes() == input.sym_sizes() && residual.device() == input.device() &&
+                  residual.scalar_type() == output_dtype,
+              "fxfuse.", kAddOp, ": expected residual of shape ", input.sym_sizes(), " and dtype ",
+              output_dtype, " on ", input.device(), ", got ", residual.sym_sizes(), ", ",
+              residual.scalar_type(), ", ", residual.device());
+  return f;
+}
+
+// The operators one after the other: what the fused one means.  Above autograd, autocast or a
+// transform of torch.func it has their derivatives and rules, below them it is only the values.
+Tensor add_composition(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                       c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_add(input, residual, num_groups, weight, bias, activation, params, dtype);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_activation", "")
+                             .typed<decltype(inference_default)>();
+  return activate(
+      op.call(input, num_groups, weight, bias, eps, "identity", {}, dtype).add(residual), f);
+}
+
 // ---- what a fake tensor needs ------------------------------------------------------------
 
 // The same checks and the same result, without a value: the fake kernels call it, so that the real
@@ -331,6 +363,16 @@ Triple empty_results(const Tensor& input, int64_t num_groups, const MaybeTensor&
   const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
   auto [mean, rstd] = empty_statistics(input, num_groups, output_dtype);
   return {empty_result(input, output_dtype, f.functor), mean, rstd};
+}
+
+Tensor empty_add_result(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                        const MaybeTensor& weight, const MaybeTensor& bias, double /*eps*/,
+                        c10::string_view activation, at::ArrayRef<double> params,
+                        MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_add(input, residual, num_groups, weight, bias, activation, params, dtype);
+  const Tensor y = empty_result(input, dtype.value_or(input.scalar_type()), kIdentity);
+  return activate(y.add(residual), f);
 }
 
 // ---- autograd ----------------------------------------------------------------------------
@@ -427,6 +469,24 @@ Tensor autograd(const Tensor& input, int64_t num_groups, const MaybeTensor& weig
   return op.call(input, num_groups, weight, bias, eps, activation, params, dtype);
 }
 
+// One kernel keeps nothing for a backward: where a derivative will be asked for, the operators run
+// one after the other, each with its own.
+Tensor add_autograd(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                    const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                    c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+  const MaybeTensor operands[] = {input, residual, weight, bias};
+  for (const MaybeTensor& t : operands) {
+    if (has_forward_grad(t) || (at::GradMode::is_enabled() && requires_grad(t)))
+      return add_composition(input, residual, num_groups, weight, bias, eps, activation, params,
+                             dtype);
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_add_activation", "")
+                             .typed<decltype(add_composition)>();
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(input, residual, num_groups, weight, bias, eps, activation, params, dtype);
+}
+
 // ---- autocast ----------------------------------------------------------------------------
 
 // CUDA autocast runs group_norm in float32.  A 16-bit input is read as it is and the result written
@@ -444,6 +504,25 @@ Tensor autocast_cuda(const Tensor& input, int64_t num_groups, const MaybeTensor&
     return op.call(input, num_groups, weight, bias, eps, activation, params, at::kFloat);
   using at::autocast::cached_cast;
   return op.call(cached_cast(at::kFloat, input), num_groups, cached_cast(at::kFloat, weight),
+                 cached_cast(at::kFloat, bias), eps, activation, params, dtype);
+}
+
+// The sum of a float32 and a 16-bit tensor is float32.
+Tensor add_autocast_cuda(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                         const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                         c10::string_view activation, at::ArrayRef<double> params,
+                         MaybeDtype dtype) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_add_activation", "")
+                             .typed<decltype(add_composition)>();
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  if (dtype.has_value())
+    return op.call(input, residual, num_groups, weight, bias, eps, activation, params, dtype);
+  using at::autocast::cached_cast;
+  const Tensor wide = cached_cast(at::kFloat, residual);
+  if (is_half_type(input.scalar_type()))
+    return op.call(input, wide, num_groups, weight, bias, eps, activation, params, at::kFloat);
+  return op.call(cached_cast(at::kFloat, input), wide, num_groups, cached_cast(at::kFloat, weight),
                  cached_cast(at::kFloat, bias), eps, activation, params, dtype);
 }
 
@@ -474,6 +553,13 @@ TORCH_LIBRARY(fxfuse, m) {
       "-> (Tensor dinput, Tensor dweight, Tensor dbias)",
       any_layout);
   m.def(
+      "group_norm_add_activation(Tensor input, Tensor residual, int num_groups, Tensor? weight, "
+      "Tensor? bias, float eps, str activation, float[] params, ScalarType? dtype=None) -> Tensor",
+      any_layout);
+  m.def(
+      "_empty_add_result(Tensor input, Tensor residual, int num_groups, Tensor? weight, Tensor? "
+      "bias, float eps, str activation, float[] params, ScalarType? dtype=None) -> Tensor");
+  m.def(
       "_empty_results(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, str "
       "activation, "
       "float[] params, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)");
@@ -483,10 +569,12 @@ TORCH_LIBRARY_IMPL(fxfuse, CompositeExplicitAutograd, m) {
   m.impl(kOp, inference_default);
   m.impl(kForwardOp, forward_default);
   m.impl(kBackwardOp, backward_default);
+  m.impl(kAddOp, add_composition);
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, CompositeImplicitAutograd, m) {
   m.impl("_empty_results", empty_results);
+  m.impl("_empty_add_result", empty_add_result);
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { CpuKernels::bind(m); }
@@ -497,13 +585,20 @@ TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) { CudaKernels::bind(m); }
 
 TORCH_LIBRARY_IMPL(fxfuse, Autograd, m) {
   m.impl(kOp, autograd);
+  m.impl(kAddOp, add_autograd);
   m.impl(kForwardOp, torch::autograd::autogradNotImplementedFallback());
   m.impl(kBackwardOp, torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(fxfuse, AutocastCUDA, m) { m.impl(kOp, autocast_cuda); }
+TORCH_LIBRARY_IMPL(fxfuse, AutocastCUDA, m) {
+  m.impl(kOp, autocast_cuda);
+  m.impl(kAddOp, add_autocast_cuda);
+}
 
 // torch.func, which refuses an autograd formula in C++, sees eager's operators instead.
-TORCH_LIBRARY_IMPL(fxfuse, FuncTorchDynamicLayerFrontMode, m) { m.impl(kOp, eager); }
+TORCH_LIBRARY_IMPL(fxfuse, FuncTorchDynamicLayerFrontMode, m) {
+  m.impl(kOp, eager);
+  m.impl(kAddOp, add_composition);
+}
 
 }  // namespace fxfuse
