@@ -313,7 +313,7 @@ def _fuse_exported(
     graph_module: fx.GraphModule, channels_last: ops.ChannelsLast, kept: set[str]
 ) -> list[Site]:
     """Fuses one graph of aten's operators into another of operators."""
-    graph, table = graph_module.graph, patterns.fusions(channels_last)
+    graph, table = graph_module.graph, patterns.fusions(channels_last, residuals=False)
     names: list[str] = []
 
     def judge(site: Site) -> Refusal | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxfuse import library, sharding
 
@@ -220,8 +221,9 @@ def _takes_residual(
 
     Subclasses, such as DTensor, have a sum of their own.
     """
-    plain = all(type(t) is Tensor or type(t) is Parameter for t in (input, residual))
-    if not plain or dtype is not None or input.dim() < 2:
+    if not isinstance(residual, Tensor) or dtype is not None or input.dim() < 2:
+        return False
+    if is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(residual):
         return False
     if input.is_cuda and (channels_last == "eager" or not autocast):
         return False

@@ -77,11 +77,15 @@ def apply(
     return [site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites]
 
 
-def fusions(channels_last: ops.ChannelsLast = "keep", *, alone: bool = False) -> tuple[Fusion, ...]:
+def fusions(
+    channels_last: ops.ChannelsLast = "keep", *, residuals: bool = True, alone: bool = False
+) -> tuple[Fusion, ...]:
     """The table, the more special rows first.
 
     Args:
         channels_last: As in `fuse`.
+        residuals: Whether to take in a residual that is added in between.  Whether the operator may
+            add it depends on its size, dtype and layout, at which our function looks in each call.
         alone: Whether to replace norms that no activation follows, too.  It is worth it where
             torch's own GroupNorm would run, but a compiler may have better to do with them.
 
@@ -103,25 +107,25 @@ def fusions(channels_last: ops.ChannelsLast = "keep", *, alone: bool = False) ->
     )
     with_residual = functools.partial(row, target=ops.group_norm_add_activation)
     chain = (_group_norm, _activation)
-    rows = (
+    rows = [
         row(name="Linear -> GroupNorm -> activation", steps=chain, producer=_linear),
         row(name="GroupNorm -> activation", steps=chain),
-        with_residual(
-            name="GroupNorm -> add -> activation", steps=(_group_norm, _residual, _activation)
-        ),
-    )
-    if not alone:
-        return rows
-    return (
-        *rows,
-        with_residual(name="GroupNorm -> add", steps=(_group_norm, _residual)),
-        row(
-            name="GroupNorm alone",
-            steps=chain[:1],
-            instead=frozenset({Reason.NO_ACTIVATION, Reason.GRAPH_OUTPUT, Reason.OTHER_READER}),
-            outcome=Reason.ALONE,
-        ),
-    )
+    ]
+    if residuals:
+        steps = (_group_norm, _residual, _activation)
+        rows.append(with_residual(name="GroupNorm -> add -> activation", steps=steps))
+    if alone:
+        rows.append(with_residual(name="GroupNorm -> add", steps=(_group_norm, _residual)))
+        without_step = frozenset({Reason.NO_ACTIVATION, Reason.GRAPH_OUTPUT, Reason.OTHER_READER})
+        rows.append(
+            row(
+                name="GroupNorm alone",
+                steps=chain[:1],
+                instead=without_step,
+                outcome=Reason.ALONE,
+            )
+        )
+    return tuple(rows)
 
 
 # ---- the steps of a chain -------------------------------------------------------------------

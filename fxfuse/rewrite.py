@@ -420,10 +420,10 @@ class _Context:
 
 def _inspect(node: fx.Node, fusions: Sequence[Fusion], context: _Context) -> Site | None:
     """The site of the chain that begins at a node, or None where none does."""
-    first: _Chain | None = None
+    chains: list[_Chain] = []
     heads: dict[Reader, Part | None] = {}
     for fusion in fusions:
-        if fusion.instead and (first is None or not first.ends_for(fusion.instead)):
+        if fusion.instead and not (chains and chains[0].ends_for(fusion.instead)):
             continue
         step = fusion.steps[0]
         if step not in heads:
@@ -435,8 +435,10 @@ def _inspect(node: fx.Node, fusions: Sequence[Fusion], context: _Context) -> Sit
         if chain.refusal is None:
             context.taken.update(chain.nodes)
             return chain.site()
-        first = first or chain
-    return None if first is None else first.site()
+        chains.append(chain)
+    if not chains:
+        return None
+    return max(chains, key=lambda chain: len(chain.parts)).site()  # the first of the longest
 
 
 @dataclass

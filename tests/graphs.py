@@ -10,9 +10,10 @@ never elements.  Everything is float64.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
@@ -259,6 +260,11 @@ class Model:
             for module in self.model.modules()
         )
 
+    @property
+    def residuals(self) -> int:
+        """How many of the chains that can be fused add a residual."""
+        return sum(isinstance(module, Added) for module in self.model.modules())
+
     def inputs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor]:
         """The arguments of a call; the same values each time."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -302,6 +308,33 @@ class Measured(nn.Module):
         batch, channels, dtype = y.size(0), y.shape[1], y.dtype
         z = self.activation(y)
         return z.reshape(batch, channels, -1).to(dtype).reshape_as(z)
+
+
+class Added(nn.Module):
+    """A residual between norm and activation, as ResNets have it."""
+
+    SPELLINGS: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+        "y + x": lambda y, x: y + x,
+        "x + y": lambda y, x: x + y,
+        "torch.add": torch.add,
+        "add_": lambda y, x: y.add_(x),
+        "iadd": operator.iadd,
+        "the residual is computed later": lambda y, x: y + x.tanh(),
+        "broadcast": lambda y, x: y + x[:1],
+    }
+
+    def __init__(
+        self, producer: nn.Module, norm: nn.Module, activation: nn.Module, spelling: str
+    ) -> None:
+        super().__init__()
+        self.producer, self.norm, self.activation = producer, norm, activation
+        self.spelling = spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.SPELLINGS[self.spelling](self.norm(self.producer(x)), x))
+
+    def extra_repr(self) -> str:
+        return self.spelling
 
 
 class SharedNorm(nn.Module):
@@ -420,6 +453,7 @@ def _blocks(
 ) -> tuple[nn.Module, int]:
     """A module that keeps the shape, and how many chains it holds."""
     kinds = ["chain", "sequential", "bare", "measured", "shared norm", "shared producer", "tied"]
+    kinds.append("added")
     kind = draw(
         st.sampled_from(kinds + ["none"] + ["residual", "branches", "nested"] * (depth > 0))
     )
@@ -439,6 +473,8 @@ def _blocks(
         planted = 2
     elif kind == "bare":
         block = BareStatement(producer, norm)
+    elif kind == "added":
+        block = Added(producer, norm, act, draw(st.sampled_from(list(Added.SPELLINGS))))
     elif kind == "sequential":
         between = draw(st.lists(st.sampled_from(list(TRANSPARENT)), max_size=2))
         block = nn.Sequential(producer, norm, *(TRANSPARENT[name]() for name in between), act)
@@ -700,7 +736,49 @@ class TwoNorms(Miss):
     codes = ("no_activation", "no_activation")
 
     def after(self, y: Tensor, x: Tensor) -> Any:
-        return self.activation(torch.add(y, self.other(x)))
+        return self.activation(torch.sub(y, self.other(x)))
+
+
+class AddedTwice(Miss):
+    codes = ("no_activation",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        return self.activation(torch.add(y, x, alpha=2))
+
+
+class AddedToItself(Miss):
+    codes = ("other_reader",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        return self.activation(y + y)
+
+
+class AddedToTheResidual(Miss):
+    codes = ("not_the_input",)
+    dialects = ("symbolic_trace", "dynamo")  # the others write nothing in place
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        residual = x * 2
+        residual += y
+        return self.activation(residual) + residual
+
+
+class AddedAndRead(Miss):
+    codes = ("other_reader",)
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        y = y + x
+        return self.activation(y) * y
+
+
+class AddedAfterAWrite(Miss):
+    codes = ("written_meanwhile",)
+    dialects = ("symbolic_trace", "dynamo")  # the others write nothing in place
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        residual = x * 2
+        residual.mul_(3)  # to what may be a view of what the norm reads
+        return self.activation(y + residual)
 
 
 class TwoNormsInOneClamp(Miss):

@@ -89,7 +89,7 @@ def assert_same(model: Any, other: Any, *args: Any) -> None:
 
 def fused_calls(graph: fx.GraphModule) -> int:
     return sum(
-        node.target is ops.group_norm_activation
+        node.target in (ops.group_norm_activation, ops.group_norm_add_activation)
         for module in graph.modules()
         if isinstance(module, fx.GraphModule)
         for node in module.graph.nodes

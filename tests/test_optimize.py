@@ -71,7 +71,7 @@ def fused(model: nn.Module) -> int:
     plans = [vars(m)[_PLAN] for m in model.modules() if _PLAN in vars(m)]
     codes = [plan.variants[0].code for plan in plans if plan.variants]
     alone = sum(code.count("activation = 'identity'") for code in codes)
-    return sum(code.count("group_norm_activation(") for code in codes) - alone
+    return sum(code.count("fxfuse_ops_group_norm_") for code in codes) - alone
 
 
 def assert_same(model: nn.Module, optimized: nn.Module, *args: Any, **kwargs: Any) -> None:

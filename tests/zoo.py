@@ -372,7 +372,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.count += str(func).startswith("fxfuse.group_norm_activation")
+        self.count += str(func).startswith("fxfuse.group_norm_")
         return func(*args, **(kwargs or {}))
 
 
