@@ -272,7 +272,7 @@ _FUNCTIONS: dict[object, _Spelling] = {
     operator.mul: _spell("mul", _binary),
     **dict.fromkeys((operator.imul, AUGMENTED["__imul__"]), _spell("mul", _binary, inplace=True)),
     operator.add: _spell("add", _binary),
-    operator.iadd: _spell("add", _binary, inplace=True),
+    **dict.fromkeys((operator.iadd, AUGMENTED["__iadd__"]), _spell("add", _binary, inplace=True)),
     torch.dropout: _spell("dropout", _dropout),
     **{
         dropout: _spell("dropout", dropout)

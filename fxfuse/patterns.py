@@ -116,12 +116,19 @@ def fusions(
         rows.append(with_residual(name="GroupNorm -> add -> activation", steps=steps))
     if alone:
         rows.append(with_residual(name="GroupNorm -> add", steps=(_group_norm, _residual)))
-        without_step = frozenset({Reason.NO_ACTIVATION, Reason.GRAPH_OUTPUT, Reason.OTHER_READER})
         rows.append(
             row(
                 name="GroupNorm alone",
                 steps=chain[:1],
-                instead=without_step,
+                # what is written to afterwards is the operator's result just as well
+                instead=frozenset(
+                    {
+                        Reason.NO_ACTIVATION,
+                        Reason.GRAPH_OUTPUT,
+                        Reason.OTHER_READER,
+                        Reason.WRITTEN_IN_PLACE,
+                    }
+                ),
                 outcome=Reason.ALONE,
             )
         )
