@@ -212,7 +212,8 @@ class TileBlock {
   static constexpr int V = 16 / sizeof(T);
   static constexpr int kRuns = V / kRun;
   static constexpr bool kPivot = kHasPivot<T, O>;
-  static constexpr int kTogether = kGrid && kRuns <= 4 ? 2 : 1;  // rows: as registers allow
+  // Rows for which the activation is entered once: as registers allow.
+  static constexpr int kTogether = kGrid && kRuns <= 4 && !kResidual ? 2 : 1;
   static constexpr int kRowsAtOnce = sizeof(T) == 4 ? (kRun == 1 ? 4 : 8) : kRun == 1 ? 2 : 4;
 
   // Tile number `tile` of those that this block works on.
@@ -591,17 +592,21 @@ class TileBlock {
       wait_for(tile * (chunks() + reloads()) + load_number);
       const char* from = in_ring(finished_slot_);
       char* to = first + chunk * tiling_.chunk_step_out;
-      // Two rows at once, to enter the activation once for both.
+      // The residual of the next row is on its way while one is worked on, where registers allow.
+      constexpr bool kAhead = kResidual && sizeof(O) == sizeof(T);
+      const auto residual = [&](const char* output) {
+        return load<O, V>(reinterpret_cast<const O*>(residual_of(problem_, output)));
+      };
+      [[maybe_unused]] Loaded<O, V> added, next;
+      if (kAhead && rows_in(chunk) > 0) next = residual(to);
 #pragma unroll 1
       for (int left = rows_in(chunk); left > 0; left -= kTogether) {
         const bool both = left > 1;
-        [[maybe_unused]] Loaded<O, V> added[kTogether];
-        if constexpr (kResidual) {
-#pragma unroll
-          for (int r = 0; r < kTogether; ++r) {
-            const char* const at = to + (r == 0 || both ? r * tiling_.row_step_out : 0);
-            added[r] = load<O, V>(reinterpret_cast<const O*>(residual_of(problem_, at)));
-          }
+        if constexpr (kAhead) {
+          added = next;
+          if (both) next = residual(to + tiling_.row_step_out);
+        } else if constexpr (kResidual) {
+          added = residual(to);
         }
         Loaded<T, V> x[kTogether];
 #pragma unroll
@@ -623,7 +628,7 @@ class TileBlock {
 #pragma unroll
         for (int j = 0; j < kTogether * V; ++j) {
           z[j] = multiply_add(z[j], scale[j % V], bias[j % V]);
-          if constexpr (kResidual) z[j] += added[j / V].at(j % V);
+          if constexpr (kResidual) z[j] += added.at(j);
         }
         activation.value(z);
 #pragma unroll

@@ -144,30 +144,33 @@ __global__ __launch_bounds__(kMostGroupThreads,
   const auto center = [&](A value) {
     return kPivot ? (value - statistics.mean) - statistics.rest : value - statistics.mean;
   };
-  // The residual of the thread's next vector is on its way while one is worked on.
-  [[maybe_unused]] Loaded<O, V> next;
-  const auto load_residual = [&](int i) {
-    if (!kResidual || i >= mine) return;
-    const O* const from = residual_of(problem, y + start + i * V);
-    if (plan.vector_output) {
-      next = load<O, V>(from);
-    } else {
-      Vector<O, V> elements;
-#pragma unroll
-      for (int j = 0; j < V; ++j) elements.at[j] = from[j];
-      memcpy(&next, &elements, sizeof(next));
-    }
+  // The residual of the thread's next vector is on its way while one is worked on, where registers
+  // allow.
+  constexpr bool kAhead = kResidual && sizeof(O) == sizeof(T);
+  [[maybe_unused]] Loaded<O, V> added, next;
+  const auto load_residual = [&](int i, Loaded<O, V>& to) {
+    if (plan.vector_output && i < mine) to = load<O, V>(residual_of(problem, y + start + i * V));
   };
-  load_residual(thread);
+  if (kAhead) load_residual(thread, next);
   const auto finish = [&](int i, const A(&scale)[V], const A(&shift)[V]) {
     const Loaded<T, V> data = held[i];
-    [[maybe_unused]] const Loaded<O, V> added = next;
-    load_residual(i + threads);
+    if constexpr (kAhead) {
+      added = next;
+      load_residual(i + threads, next);
+    } else if constexpr (kResidual) {
+      load_residual(i, added);
+    }
     A z[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       z[j] = multiply_add(center(data.at(j)), scale[j], shift[j]);
-      if constexpr (kResidual) z[j] += added.at(j);
+    }
+    if constexpr (kResidual) {
+      const O* const from = residual_of(problem, y + start + i * V);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        z[j] += plan.vector_output ? added.at(j) : static_cast<A>(from[j]);
+      }
     }
     activation.value(z);
     Vector<O, V> result;
