@@ -361,6 +361,7 @@ class TileBlock {
       if (tile >= count_ || column_ % kAtOnce != 0) return;
       const int chunk = result_chunk(place);
       const char* from = residual_of(problem_, output_of(tile) + chunk * tiling_.chunk_step_out);
+#pragma unroll 4
       for (int left = rows_in(chunk); left > 0; --left) {
         prefetch_line(from);
         from += tiling_.row_step_out;

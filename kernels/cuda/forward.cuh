@@ -4,6 +4,11 @@
 // Idea, statistics, work split, limits and fallback are in the file of each way: rows.cuh,
 // groups.cuh, ring.cuh and chunks.cuh for contiguous groups, channels_last.cuh for the other
 // layout.
+//
+// A residual is added to the normalised values in the accumulate type.  It does not depend on the
+// statistics, but there are no registers in which it could wait for them: so it is asked for as far
+// as the L2 cache (groups, the ring, tiles) or shared memory (rows) meanwhile.  What reads twice
+// loads it with the second reading.
 #pragma once
 #include "channels_last.cuh"
 #include "chunks.cuh"
@@ -110,8 +115,8 @@ cudaError_t launch_two_passes(Forward p, const ForwardPlan& plan, void* workspac
 
 // ---- all ----------------------------------------------------------------------------------------
 
-// kResidual: whether the problem has a residual.  A kernel of its own each, compiled in a file of
-// its own, for registers are scarce in most of them.
+// kResidual: whether the problem has a residual.  That takes kernels of its own, for most have no
+// register to spare; they are in files of their own, to be compiled in parallel.
 template <class T, class O, bool kResidual>
 cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* workspace,
                           cudaStream_t stream) {

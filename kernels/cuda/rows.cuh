@@ -123,7 +123,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
   // copy of two bytes.
   constexpr bool kCopies = V * sizeof(T) >= 4;
   __shared__ Loaded<T, V> stages[kCopies ? kRowStages<T> : 1][R * K][kForwardRowThreads];
-  // The residual's, which takes the same way.
+  // Of the residual, which takes the same way.
   [[maybe_unused]] __shared__ Loaded<O, V> added_stages[kCopies && kResidual ? kRowStages<T> : 1]
                                                        [kCopies && kResidual ? R * K : 1]
                                                        [kForwardRowThreads];
