@@ -54,6 +54,9 @@ struct Forward : Problem {
   // lost, so that (x - mean[0]) - mean[1] is exact where the mean is large and the spread small.
   void* mean;
   void* rstd;  // (batch, num_groups)
+  // Added to the normalised value before the activation, where it is not null: of output_dtype, in
+  // the shape and the layout of the output.  On CUDA only, and without a backward.
+  const void* residual;
 };
 
 struct Backward : Problem {

@@ -20,10 +20,18 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
   const Gpu& gpu = plan.gpu;
   const int width = vector_width(p.dtype);
   const int64_t size = group_size(p), groups = p.batch * p.num_groups;
+  // Whether vectors of so many elements, or their parts of 16 bytes, may be read and written.
+  const auto accesses = [&](int elements) {
+    const auto bytes = [&](Dtype dtype) {
+      return std::min<size_t>(elements * element_size(dtype), 16);
+    };
+    return aligned_to(bytes(p.dtype), p.input) &&
+           aligned_to(bytes(p.output_dtype), p.output, p.residual);
+  };
   switch (plan.way) {
     case Way::kRows:
       MUST(size % plan.row_vector == 0 && size / plan.row_vector <= 32 * kMostRowVectors);
-      MUST(aligned_to(plan.row_vector * element_size(p.dtype), p.input, p.output));
+      MUST(accesses(plan.row_vector));
       break;
     case Way::kGroups: {
       const Groups& g = plan.groups;
@@ -33,11 +41,12 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
       MUST(g.threads % 32 == 0 && g.threads >= 32 && g.threads <= kMostGroupThreads);
       MUST(g.shared >= g.slice * 16 && g.shared <= gpu.shared - kGroupBarriers);
       MUST(aligned_to(g.copy_width, p.input));
+      MUST(!g.vector_output || aligned(p.output, p.residual));
       break;
     }
     case Way::kRing: {
       const Ring& r = plan.ring;
-      MUST(gpu.clusters && p.dtype != kDouble && plan.vectors && p.spatial % width == 0);
+      MUST(gpu.clusters && p.dtype != kDouble && accesses(width) && p.spatial % width == 0);
       MUST(r.team >= 1 && r.teams >= 1 && r.team * r.teams <= gpu.multiprocessors);
       MUST(r.team <= kMostTeam && r.teams <= groups);
       MUST(int64_t(r.vectors) * width == size && int64_t(r.slice) * r.team >= r.vectors);
@@ -49,7 +58,7 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
     case Way::kTile:
     case Way::kGridTiles: {
       const Tiling& t = plan.tiling;
-      MUST(plan.vectors && p.dtype != kDouble);
+      MUST(accesses(width) && p.dtype != kDouble);
       MUST(t.by_grid ? gpu.cooperates && t.members <= gpu.multiprocessors
                      : is_cluster(t.members, gpu.largest_cluster));
       MUST(int64_t(t.width) * t.per_sample * width == p.channels);
@@ -65,9 +74,11 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
     case Way::kChunks:
       MUST(plan.chunk_plan.count * plan.chunk_plan.chunk * (plan.vector_chunks ? width : 1) >=
            size - (plan.vector_chunks ? width : 1));
+      MUST(accesses(plan.vector_chunks ? width : 1));
       break;
     case Way::kRowChunks: {
       const ColumnTiles& t = plan.columns;
+      MUST(accesses(plan.vectors ? width : 1));
       MUST(t.width >= 1 && t.slots >= 1 && t.width * t.slots <= kThreads);
       MUST(t.width * t.count * (plan.vectors ? width : 1) >= p.channels);
       MUST(t.width * (t.count - 1) * (plan.vectors ? width : 1) < p.channels);

@@ -64,7 +64,10 @@ _PROBLEM = [
 
 
 class Forward(ctypes.Structure):
-    _fields_ = [*_PROBLEM, *((name, ctypes.c_void_p) for name in ("output", "mean", "rstd"))]
+    _fields_ = [
+        *_PROBLEM,
+        *((name, ctypes.c_void_p) for name in ("output", "mean", "rstd", "residual")),
+    ]
 
 
 class Backward(ctypes.Structure):
@@ -140,8 +143,12 @@ def name(
     backward: bool = False,
     address: int = ALIGNED,
     wide: bool = False,
+    residual: int | None = None,
 ) -> str:
-    """Of the plan for a problem; fails if the plan is wrong for its kernel."""
+    """Of the plan for a problem; fails if the plan is wrong for its kernel.
+
+    A residual lies as many elements behind an aligned address as it says.
+    """
     problem = (Backward if backward else Forward)()
     problem.batch, problem.channels, problem.spatial = *shape[:2], math.prod(shape[2:])
     problem.num_groups, problem.channels_last = num_groups, channels_last
@@ -153,6 +160,9 @@ def name(
         if kind is ctypes.c_void_p:
             setattr(problem, field, ALIGNED)
     problem.input = address
+    if not backward:
+        size = 4 if wide and dtype.itemsize == 2 else dtype.itemsize
+        problem.residual = None if residual is None else ALIGNED + residual * size
     direction = "backward" if backward else "forward"
     arguments = ctypes.byref(problem), ctypes.byref(facts)
     fault = getattr(plans, f"{direction}_fault")(*arguments)
@@ -194,6 +204,33 @@ def test_every_way_of_the_backward_is_reached_by_the_shapes_of_the_tests(
     assert found == BACKWARD_NAMES
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_residual_changes_the_way_only_where_its_address_forbids_vectors(
+    plans: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    facts = GPUS["H200"]
+    shapes = [(*value, False) for value in FORWARD.values()]
+    shapes += [(*value, True) for value in [*CHANNELS_LAST.values(), CHANNELS_LAST_LARGE]]
+    changed = set()
+    for shape, num_groups, channels_last in shapes:
+        arguments = plans, facts, shape, num_groups, dtype
+        plain = name(*arguments, channels_last=channels_last)
+        assert name(*arguments, channels_last=channels_last, residual=0) == plain
+        way = name(*arguments, channels_last=channels_last, residual=1)
+        if way != plain:
+            changed.add((plain, way))
+    assert changed == {
+        ("rows", "rows of elements"),
+        ("rows", "groups of a block"),
+        ("ring", "groups of a cluster"),
+        ("chunks", "chunks of elements"),
+        *(
+            (plain, "row chunks of elements")
+            for plain in ("tile of a block", "tile of a cluster", "tiles of the grid", "row chunks")
+        ),
+    }
+
+
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[tuple[int, int, int], int]:
     """(batch, channels, spatial) and num_groups, up to groups of 2^32 elements."""
@@ -220,6 +257,7 @@ def sizes(draw: st.DrawFn) -> tuple[tuple[int, int, int], int]:
     backward=st.booleans(),
     address=st.sampled_from([ALIGNED, OFFSET]),
     wide=st.booleans(),
+    residual=st.sampled_from([None, 0, 1, 2]),
 )
 def test_every_size_has_a_plan_that_its_kernel_can_keep(
     plans: ctypes.CDLL,
@@ -230,6 +268,7 @@ def test_every_size_has_a_plan_that_its_kernel_can_keep(
     backward: bool,
     address: int,
     wide: bool,
+    residual: int | None,
 ) -> None:
     found = name(
         plans,
@@ -240,5 +279,6 @@ def test_every_size_has_a_plan_that_its_kernel_can_keep(
         backward=backward,
         address=address,
         wide=wide,
+        residual=residual,
     )
     assert found in (BACKWARD_NAMES if backward else FORWARD_NAMES)

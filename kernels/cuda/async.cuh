@@ -27,6 +27,16 @@ FXFUSE_INLINE void copy_piece(void* to, const void* from) {
   }
 }
 
+// A vector of any size but two bytes.
+template <class T, int V>
+FXFUSE_INLINE void copy_vector(Loaded<T, V>* to, const T* from) {
+  constexpr int kPiece = sizeof(*to) < 16 ? sizeof(*to) : 16;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(*to)); i += kPiece) {
+    copy_piece<kPiece>(reinterpret_cast<char*>(to) + i, reinterpret_cast<const char*>(from) + i);
+  }
+}
+
 // 16 bytes, of which the last 16 - `bytes` are not read and become 0.
 FXFUSE_INLINE void copy_part(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -185,6 +195,11 @@ class SharedBarrier {
 
 FXFUSE_INLINE void prefetch_bulk(const void* from, int bytes) {
   FXFUSE_HOPPER("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// The cache line of an address; on any GPU.
+FXFUSE_INLINE void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // ---- clusters -----------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ FXFUSE_INLINE bool fetch(const Moments<float>* from, Moments<float>& moments) {
 
 // A block of either kernel, for all types but double.  A thread reads from the chunks only what it
 // copied there itself: its column of vectors in every lines-th row.
-template <class T, class O, int kRun, bool kGrid>
+template <class T, class O, int kRun, bool kGrid, bool kResidual>
 class TileBlock {
  public:
   FXFUSE_INLINE TileBlock(const Forward& problem, const Tiling& tiling,
@@ -179,6 +179,7 @@ class TileBlock {
     let_next_kernel_start();
 #pragma unroll 1
     for (int slot = 0; slot < slots(); ++slot) copy_next_chunk();
+    prefetch_residual(0, 0);
     fetch_pivots(0, first_pivot(0));
     __syncthreads();
     if constexpr (kGrid) {
@@ -211,7 +212,8 @@ class TileBlock {
   static constexpr int V = 16 / sizeof(T);
   static constexpr int kRuns = V / kRun;
   static constexpr bool kPivot = kHasPivot<T, O>;
-  static constexpr int kTogether = kGrid && kRuns <= 4 ? 2 : 1;  // rows: as registers allow
+  // Rows for which the activation is entered once: as registers allow.
+  static constexpr int kTogether = kGrid && kRuns <= 4 && !kResidual ? 2 : 1;
   static constexpr int kRowsAtOnce = sizeof(T) == 4 ? (kRun == 1 ? 4 : 8) : kRun == 1 ? 2 : 4;
 
   // Tile number `tile` of those that this block works on.
@@ -344,6 +346,28 @@ class TileBlock {
 
   // Waits for set number `set` of the copies.
   FXFUSE_INLINE void wait_for(int set) const { wait_for_copies(sets_ - 1 - set); }
+
+  // The chunk that a tile's results are made of at place `place` of them.
+  FXFUSE_INLINE int result_chunk(int place) const { return chunk_of(reloads() + place); }
+
+  FXFUSE_INLINE char* output_of(int tile) const {
+    return reinterpret_cast<char*>(static_cast<O*>(problem_.output) + offset(tile));
+  }
+
+  // Asks for the residual of a chunk of results into L2, while there are no registers for it.
+  FXFUSE_INLINE void prefetch_residual(int tile, int place) const {
+    if constexpr (kResidual) {
+      constexpr int kAtOnce = 64 / (V * sizeof(O));  // vectors
+      if (tile >= count_ || column_ % kAtOnce != 0) return;
+      const int chunk = result_chunk(place);
+      const char* from = residual_of(problem_, output_of(tile) + chunk * tiling_.chunk_step_out);
+#pragma unroll 4
+      for (int left = rows_in(chunk); left > 0; --left) {
+        prefetch_line(from);
+        from += tiling_.row_step_out;
+      }
+    }
+  }
 
   // ---- statistics
 
@@ -554,18 +578,37 @@ class TileBlock {
       for (int j = 0; j < kRun; ++j) scale[n * kRun + j] *= group.rstd;
     }
     const ActivationOf<A, O> activation(problem_);
-    char* const first = reinterpret_cast<char*>(static_cast<O*>(problem_.output) + offset(tile));
+    char* const first = output_of(tile);
     advance(finished_slot_, reloads());
 #pragma unroll 1
     for (int i = 0; i < chunks(); ++i) {
       const int load_number = reloads() + i, chunk = chunk_of(load_number);
+      if constexpr (kGrid) {
+        if (i + 1 < chunks()) {
+          prefetch_residual(tile, i + 1);
+        } else {
+          prefetch_residual(tile + 1, 0);
+        }
+      }
       wait_for(tile * (chunks() + reloads()) + load_number);
       const char* from = in_ring(finished_slot_);
       char* to = first + chunk * tiling_.chunk_step_out;
-      // Two rows at once, to enter the activation once for both.
+      // The residual of the next row is on its way while one is worked on, where registers allow.
+      constexpr bool kAhead = kResidual && sizeof(O) == sizeof(T);
+      const auto residual = [&](const char* output) {
+        return load<O, V>(reinterpret_cast<const O*>(residual_of(problem_, output)));
+      };
+      [[maybe_unused]] Loaded<O, V> added, next;
+      if (kAhead && rows_in(chunk) > 0) next = residual(to);
 #pragma unroll 1
       for (int left = rows_in(chunk); left > 0; left -= kTogether) {
         const bool both = left > 1;
+        if constexpr (kAhead) {
+          added = next;
+          if (both) next = residual(to + tiling_.row_step_out);
+        } else if constexpr (kResidual) {
+          added = residual(to);
+        }
         Loaded<T, V> x[kTogether];
 #pragma unroll
         for (int r = 0; r < kTogether; ++r) {
@@ -586,6 +629,7 @@ class TileBlock {
 #pragma unroll
         for (int j = 0; j < kTogether * V; ++j) {
           z[j] = multiply_add(z[j], scale[j % V], bias[j % V]);
+          if constexpr (kResidual) z[j] += added.at(j);
         }
         activation.value(z);
 #pragma unroll
@@ -621,20 +665,20 @@ class TileBlock {
 };
 
 // 64 registers: two blocks of 512 threads on a processor, or more smaller ones.
-template <class T, class O, int kRun>
+template <class T, class O, int kRun, bool kResidual>
 __global__ __launch_bounds__(kTileThreads,
                              2) void normalize_tile(const __grid_constant__ Forward problem,
                                                     const __grid_constant__ Tiling tiling) {
   extern __shared__ __align__(16) unsigned char shared[];
-  TileBlock<T, O, kRun, false>(problem, tiling, nullptr, shared).run();
+  TileBlock<T, O, kRun, false, kResidual>(problem, tiling, nullptr, shared).run();
 }
 
-template <class T, class O, int kRun>
+template <class T, class O, int kRun, bool kResidual>
 __global__ __launch_bounds__(kTileThreads) void normalize_tiles(
     const __grid_constant__ Forward problem, const __grid_constant__ Tiling tiling,
     Pair<Accumulate<T>>* const partial) {
   extern __shared__ __align__(16) unsigned char shared[];
-  TileBlock<T, O, kRun, true>(problem, tiling, partial, shared).run();
+  TileBlock<T, O, kRun, true, kResidual>(problem, tiling, partial, shared).run();
 }
 
 // ---- chunks of rows, in three launches ----------------------------------------------------------
@@ -795,12 +839,15 @@ __global__ __launch_bounds__(kThreads) void merge_row_chunks(
 }
 
 // From the end, for the L2 cache still holds it.
-template <class T, class O, int V, int kRun>
+template <class T, class O, int V, int kRun, bool kResidual>
 __global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void normalize_row_chunks(
     const Forward problem, const ColumnTiles tiles, const Divisor per_group) {
   using Walk = RowWalk<T, V, kRun>;
   using A = Accumulate<T>;
-  constexpr int K = kRowsInFlight, kRuns = Walk::kRuns;
+  // As many bytes in flight with a residual, from fewer rows.
+  constexpr int kOfBoth = sizeof(T) + sizeof(O);
+  constexpr int K = kResidual ? kRowsInFlight * sizeof(T) / kOfBoth : kRowsInFlight;
+  constexpr int kRuns = Walk::kRuns;
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Walk walk(problem, tiles, gridDim.x - 1 - blockIdx.x);
@@ -821,6 +868,13 @@ __global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void norm
   const int64_t step = walk.slots * problem.channels;
   O* to = static_cast<O*>(problem.output) + walk.offset(problem, walk.begin + walk.slot);
   walk.template over_rows<K>(problem, [&](const Loaded<T, V>(&data)[K], int left) {
+    [[maybe_unused]] Loaded<O, V> added[K];
+    if constexpr (kResidual) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (k < left) added[k] = load<O, V>(residual_of(problem, to + k * step));
+      }
+    }
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (k < left) {
@@ -830,6 +884,7 @@ __global__ __launch_bounds__(kThreads, row_blocks(sizeof(T), V, kRun)) void norm
           z[j] = data[k].at(j) - mean[j / kRun];
           if constexpr (kHasPivot<T, O>) z[j] -= rest[j / kRun];
           z[j] = multiply_add(z[j], scale[j], bias[j]);
+          if constexpr (kResidual) z[j] += added[k].at(j);
         }
         activation.value(z);
         Vector<O, V> y;

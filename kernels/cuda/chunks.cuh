@@ -101,7 +101,7 @@ __global__ __launch_bounds__(kThreads) void merge_chunks(
                m2[0] / static_cast<double>(plan.size));
 }
 
-template <class T, class O, int V>
+template <class T, class O, int V, bool kResidual>
 __global__ __launch_bounds__(kThreads,
                              sizeof(T) == 8 ? 2 : 0) void normalize_chunk(const Forward problem,
                                                                           const ChunkPlan plan) {
@@ -124,8 +124,12 @@ __global__ __launch_bounds__(kThreads,
   };
   for (int64_t first = chunk.begin + threadIdx.x; first < chunk.end; first += U * kThreads) {
     Loaded<T, V> data[U];
-    each<U>(first, int64_t(kThreads), chunk.end,
-            [&](int u, int64_t i) { data[u] = load<T, V>(x + chunk.head + i * V); });
+    Loaded<O, V> added[U];
+    each<U>(first, int64_t(kThreads), chunk.end, [&](int u, int64_t i) {
+      const int64_t at = chunk.head + i * V;
+      data[u] = load<T, V>(x + at);
+      if constexpr (kResidual) added[u] = load<O, V>(residual_of(problem, y + at));
+    });
     each<U>(first, int64_t(kThreads), chunk.end, [&](int u, int64_t i) {
       const int64_t at = chunk.head + i * V;
       A weight[V], bias[V];
@@ -145,13 +149,14 @@ __global__ __launch_bounds__(kThreads,
           bias[j] = b;
         }
       }
-      store(y + at, finish<O>(activation, data[u], weight, bias, [&](int) { return group; }));
+      store(y + at, finish<kResidual>(activation, data[u], weight, bias, group, added[u]));
     });
   }
   if (chunk.loose >= 0) {
     const int64_t c = plan.spatial.quotient(chunk.loose);
     A z[1] = {
         multiply_add(group.normalize(static_cast<A>(x[chunk.loose])), weight_of(c), bias_of(c))};
+    if constexpr (kResidual) z[0] += static_cast<A>(*residual_of(problem, y + chunk.loose));
     activation.value(z);
     y[chunk.loose] = static_cast<O>(z[0]);
   }

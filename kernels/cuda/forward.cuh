@@ -4,6 +4,11 @@
 // Idea, statistics, work split, limits and fallback are in the file of each way: rows.cuh,
 // groups.cuh, ring.cuh and chunks.cuh for contiguous groups, channels_last.cuh for the other
 // layout.
+//
+// A residual is added to the normalised values in the accumulate type.  It does not depend on the
+// statistics, but there are no registers in which it could wait for them: so it is asked for as far
+// as the L2 cache (groups, the ring, tiles) or shared memory (rows) meanwhile.  What reads twice
+// loads it with the second reading.
 #pragma once
 #include "channels_last.cuh"
 #include "chunks.cuh"
@@ -13,47 +18,48 @@
 
 namespace fxfuse::cuda {
 
-template <class T, class O>
+template <class T, class O, bool kResidual>
 cudaError_t launch_groups(const Forward& p, const ForwardPlan& plan, cudaStream_t stream) {
   const Groups& groups = plan.groups;
   Shape shape = {(p.batch * p.num_groups) << groups.log2_cluster, groups.threads, groups.shared};
   shape.cluster = 1 << groups.log2_cluster;
   shape.early = plan.gpu.clusters;
-  return launch_shared<normalize_groups<T, O>>(p.device, shape, stream, p, groups);
+  return launch_shared<normalize_groups<T, O, kResidual>>(p.device, shape, stream, p, groups);
 }
 
-template <class T, class O>
+template <class T, class O, bool kResidual>
 cudaError_t launch_ring(const Forward& p, const ForwardPlan& plan, void* workspace,
                         cudaStream_t stream) {
   const Ring& ring = plan.ring;
   Shape shape = {ring.team * ring.teams, kRingThreads, ring.capacity * kChunkVectors * 16};
   shape.cooperative = true;
-  return launch_shared<normalize_ring<T, O>>(
+  return launch_shared<normalize_ring<T, O, kResidual>>(
       p.device, shape, stream, p, ring, Divisor::of(p.num_groups), static_cast<Slot*>(workspace));
 }
 
-template <class T, class O, int kRun = 16 / sizeof(T)>
+template <class T, class O, bool kResidual, int kRun = 16 / sizeof(T)>
 cudaError_t launch_tiles(const Forward& p, const ForwardPlan& plan, void* workspace,
                          cudaStream_t stream) {
   const Tiling& tiling = plan.tiling;
   if constexpr (kRun > 1) {
-    if (tiling.run < kRun) return launch_tiles<T, O, kRun / 2>(p, plan, workspace, stream);
+    if (tiling.run < kRun)
+      return launch_tiles<T, O, kResidual, kRun / 2>(p, plan, workspace, stream);
   }
   Shape shape = {tiling.members, tiling.threads, tiling.bytes};
   if (tiling.by_grid) {
     shape.cooperative = true;
-    return launch_shared<normalize_tiles<T, O, kRun>>(p.device, shape, stream, p, tiling,
-                                                      static_cast<Pair<Accumulate<T>>*>(workspace));
+    return launch_shared<normalize_tiles<T, O, kRun, kResidual>>(
+        p.device, shape, stream, p, tiling, static_cast<Pair<Accumulate<T>>*>(workspace));
   }
   shape.blocks *= tiling.tiles;
   shape.cluster = tiling.members;
   shape.early = plan.gpu.clusters;
-  return launch_shared<normalize_tile<T, O, kRun>>(p.device, shape, stream, p, tiling);
+  return launch_shared<normalize_tile<T, O, kRun, kResidual>>(p.device, shape, stream, p, tiling);
 }
 
 // ---- what reads twice: the statistics are in the problem ----------------------------------------
 
-template <class T, class O, int V>
+template <class T, class O, bool kResidual, int V>
 cudaError_t launch_chunks(const Forward& p, const ForwardPlan& plan, void* workspace,
                           cudaStream_t stream) {
   auto* const partial = static_cast<CountedMoments<Accumulate<T>>*>(workspace);
@@ -63,16 +69,16 @@ cudaError_t launch_chunks(const Forward& p, const ForwardPlan& plan, void* works
   if (error != cudaSuccess) return error;
   error = launch(merge_chunks<T>, of_groups, stream, p, plan.chunk_plan, partial);
   if (error != cudaSuccess) return error;
-  return launch(normalize_chunk<T, O, V>, of_chunks, stream, p, plan.chunk_plan);
+  return launch(normalize_chunk<T, O, V, kResidual>, of_chunks, stream, p, plan.chunk_plan);
 }
 
-template <class T, class O, int V, int kRun = V>
+template <class T, class O, bool kResidual, int V, int kRun = V>
 cudaError_t launch_row_chunks(const Forward& p, const ForwardPlan& plan, void* workspace,
                               cudaStream_t stream) {
   const int64_t per_group = p.channels / p.num_groups;
   if constexpr (kRun > 1) {
     if (per_group % kRun != 0) {
-      return launch_row_chunks<T, O, V, kRun / 2>(p, plan, workspace, stream);
+      return launch_row_chunks<T, O, kResidual, V, kRun / 2>(p, plan, workspace, stream);
     }
   }
   auto* const partial = static_cast<Moments<Accumulate<T>>*>(workspace);
@@ -92,10 +98,10 @@ cudaError_t launch_row_chunks(const Forward& p, const ForwardPlan& plan, void* w
   error = launch(merge_row_chunks<T, O>, of_groups, stream, p, tiles.chunks,
                  Divisor::of(p.num_groups), Divisor::of(runs / fold), kRun * fold, lanes, partial);
   if (error != cudaSuccess) return error;
-  return launch(normalize_row_chunks<T, O, V, kRun>, of_tiles, stream, p, tiles, group);
+  return launch(normalize_row_chunks<T, O, V, kRun, kResidual>, of_tiles, stream, p, tiles, group);
 }
 
-template <class T, class O, int V>
+template <class T, class O, bool kResidual, int V>
 cudaError_t launch_two_passes(Forward p, const ForwardPlan& plan, void* workspace,
                               cudaStream_t stream) {
   if (p.mean == nullptr) {
@@ -103,13 +109,15 @@ cudaError_t launch_two_passes(Forward p, const ForwardPlan& plan, void* workspac
     p.mean = statistics;
     p.rstd = reinterpret_cast<Accumulate<T>*>(statistics) + 2 * p.batch * p.num_groups;
   }
-  return is_channels_last(p) ? launch_row_chunks<T, O, V>(p, plan, workspace, stream)
-                             : launch_chunks<T, O, V>(p, plan, workspace, stream);
+  return is_channels_last(p) ? launch_row_chunks<T, O, kResidual, V>(p, plan, workspace, stream)
+                             : launch_chunks<T, O, kResidual, V>(p, plan, workspace, stream);
 }
 
 // ---- all ----------------------------------------------------------------------------------------
 
-template <class T, class O>
+// kResidual: whether the problem has a residual.  That takes kernels of its own, for most have no
+// register to spare; they are in files of their own, to be compiled in parallel.
+template <class T, class O, bool kResidual>
 cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* workspace,
                           cudaStream_t stream) {
   using Way = ForwardPlan::Way;
@@ -117,19 +125,21 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
   cudaError_t error = cudaErrorCooperativeLaunchTooLarge;
   switch (plan.way) {
     case Way::kRows:
-      if (plan.row_vector == V) return launch_rows<T, O, V>(p, plan.gpu, stream);
+      if (plan.row_vector == V) return launch_rows<T, O, kResidual, V>(p, plan.gpu, stream);
       if constexpr (sizeof(T) == 2) {
-        if (plan.row_vector == 2) return launch_rows<T, O, 2>(p, plan.gpu, stream);
+        if (plan.row_vector == 2) return launch_rows<T, O, kResidual, 2>(p, plan.gpu, stream);
       }
-      return launch_rows<T, O, 1>(p, plan.gpu, stream);
+      return launch_rows<T, O, kResidual, 1>(p, plan.gpu, stream);
     case Way::kGroups:
-      return launch_groups<T, O>(p, plan, stream);
+      return launch_groups<T, O, kResidual>(p, plan, stream);
     case Way::kRing:
-      if constexpr (sizeof(T) <= 4) error = launch_ring<T, O>(p, plan, workspace, stream);
+      if constexpr (sizeof(T) <= 4)
+        error = launch_ring<T, O, kResidual>(p, plan, workspace, stream);
       break;
     case Way::kTile:
     case Way::kGridTiles:
-      if constexpr (sizeof(T) <= 4) error = launch_tiles<T, O>(p, plan, workspace, stream);
+      if constexpr (sizeof(T) <= 4)
+        error = launch_tiles<T, O, kResidual>(p, plan, workspace, stream);
       break;
     case Way::kChunks:
     case Way::kRowChunks:
@@ -139,8 +149,8 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
   if (error != cudaErrorCooperativeLaunchTooLarge) return error;
   cudaGetLastError();
   return (is_channels_last(p) ? plan.vectors : plan.vector_chunks)
-             ? launch_two_passes<T, O, V>(p, plan, workspace, stream)
-             : launch_two_passes<T, O, 1>(p, plan, workspace, stream);
+             ? launch_two_passes<T, O, kResidual, V>(p, plan, workspace, stream)
+             : launch_two_passes<T, O, kResidual, 1>(p, plan, workspace, stream);
 }
 
 }  // namespace fxfuse::cuda

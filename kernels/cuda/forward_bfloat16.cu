@@ -4,9 +4,10 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t forward_typed<__nv_bfloat16, __nv_bfloat16>(const Forward&, const ForwardPlan&,
-                                                                 void*, cudaStream_t);
-template cudaError_t forward_typed<__nv_bfloat16, float>(const Forward&, const ForwardPlan&, void*,
-                                                         cudaStream_t);
+template cudaError_t forward_typed<__nv_bfloat16, __nv_bfloat16, false>(const Forward&,
+                                                                        const ForwardPlan&, void*,
+                                                                        cudaStream_t);
+template cudaError_t forward_typed<__nv_bfloat16, float, false>(const Forward&, const ForwardPlan&,
+                                                                void*, cudaStream_t);
 
 }  // namespace fxfuse::cuda

@@ -4,7 +4,7 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t forward_typed<double, double>(const Forward&, const ForwardPlan&, void*,
-                                                   cudaStream_t);
+template cudaError_t forward_typed<double, double, false>(const Forward&, const ForwardPlan&, void*,
+                                                          cudaStream_t);
 
 }  // namespace fxfuse::cuda

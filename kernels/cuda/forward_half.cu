@@ -4,9 +4,9 @@
 
 namespace fxfuse::cuda {
 
-template cudaError_t forward_typed<__half, __half>(const Forward&, const ForwardPlan&, void*,
-                                                   cudaStream_t);
-template cudaError_t forward_typed<__half, float>(const Forward&, const ForwardPlan&, void*,
-                                                  cudaStream_t);
+template cudaError_t forward_typed<__half, __half, false>(const Forward&, const ForwardPlan&, void*,
+                                                          cudaStream_t);
+template cudaError_t forward_typed<__half, float, false>(const Forward&, const ForwardPlan&, void*,
+                                                         cudaStream_t);
 
 }  // namespace fxfuse::cuda

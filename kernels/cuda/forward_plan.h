@@ -93,7 +93,7 @@ struct Groups {
   int channels, size;         // of a group
   int copy_width;             // bytes of a copy into shared memory
   bool staged;                // whether weight and bias go through shared memory
-  bool vector_output;         // whether vectors of output are aligned
+  bool vector_output;         // whether vectors of output and residual are aligned
   bool one_channel;           // whether a vector is always of one channel
   bool vector_affine;         // whether weight and bias can be read in vectors (no spatial size)
   Divisor spatial, num_groups;
@@ -336,12 +336,13 @@ struct ForwardPlan {
     // Where channels are neighbours in memory, weight and bias are read as vectors too.
     const bool affine_vectors = p.spatial == 1 || channels_last;
     const auto have_vectors = [&](int elements) {
-      const size_t bytes = elements * element_size(p.dtype);
+      const auto bytes = [&](Dtype dtype) {
+        return std::min<size_t>(elements * element_size(dtype), 16);
+      };
       return (channels_last ? p.channels : size) % elements == 0 &&
-             aligned_to(bytes, p.input, p.output) &&
-             (!affine_vectors ||
-              aligned_to(std::min<size_t>(elements * element_size(p.affine_dtype), 16), p.weight,
-                         p.bias));
+             aligned_to(bytes(p.dtype), p.input) &&
+             aligned_to(bytes(p.output_dtype), p.output, p.residual) &&
+             (!affine_vectors || aligned_to(bytes(p.affine_dtype), p.weight, p.bias));
     };
     vectors = have_vectors(width);
     if (channels_last) {
@@ -355,7 +356,7 @@ struct ForwardPlan {
     }
     const bool few = p.num_groups < int64_t(1) << 30;  // what rows.cuh counts in 31 bits
     row_vector = vectors ? width : element_size(p.dtype) == 2 && have_vectors(2) ? 2 : 1;
-    vector_chunks = aligned(p.input, p.output);
+    vector_chunks = aligned(p.input, p.output, p.residual);
     chunk_plan = ChunkPlan::of(p, vector_chunks ? width : 1);
     way = few && size / row_vector <= 32 * kMostRowVectors ? Way::kRows
           : choose_groups(p)                               ? Way::kGroups
@@ -446,7 +447,7 @@ struct ForwardPlan {
     g.copy_width = 16;
     while (address % g.copy_width != 0 && g.copy_width > 2) g.copy_width /= 2;
     if (g.copy_width < static_cast<int>(element)) return false;  // no tensor of that type
-    g.vector_output = aligned(p.output);
+    g.vector_output = aligned(p.output, p.residual);
     g.one_channel = p.spatial % width == 0;
     g.vector_affine = p.spatial == 1 && p.channels % width == 0 && aligned(p.weight, p.bias);
     g.spatial = Divisor::of(p.spatial);

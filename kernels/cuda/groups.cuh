@@ -31,7 +31,7 @@
 
 namespace fxfuse::cuda {
 
-template <class T, class O>
+template <class T, class O, bool kResidual>
 __global__ __launch_bounds__(kMostGroupThreads,
                              sizeof(T) == 8 ? 1 : 2) void normalize_groups(const Forward problem,
                                                                            const Groups plan) {
@@ -76,6 +76,10 @@ __global__ __launch_bounds__(kMostGroupThreads,
     for (int i = thread; i < mine; i += threads) {
       copy_unaligned(held + i, x + start + i * V, plan.copy_width);
     }
+  }
+  // The residual meanwhile as far as L2, for which neither registers nor shared memory are needed.
+  if (kResidual && plan.vector_output && thread == 0 && mine > 0) {
+    prefetch_bulk(residual_of(problem, y + start), mine * V * static_cast<int>(sizeof(O)));
   }
   const A pivot = kPivot ? static_cast<A>(x[0]) : A(0);
   const A single = is_loose ? static_cast<A>(x[loose]) : A(0);
@@ -140,12 +144,33 @@ __global__ __launch_bounds__(kMostGroupThreads,
   const auto center = [&](A value) {
     return kPivot ? (value - statistics.mean) - statistics.rest : value - statistics.mean;
   };
+  // The residual of the thread's next vector is on its way while one is worked on, where registers
+  // allow.
+  constexpr bool kAhead = kResidual && sizeof(O) == sizeof(T);
+  [[maybe_unused]] Loaded<O, V> added, next;
+  const auto load_residual = [&](int i, Loaded<O, V>& to) {
+    if (plan.vector_output && i < mine) to = load<O, V>(residual_of(problem, y + start + i * V));
+  };
+  if (kAhead) load_residual(thread, next);
   const auto finish = [&](int i, const A(&scale)[V], const A(&shift)[V]) {
     const Loaded<T, V> data = held[i];
+    if constexpr (kAhead) {
+      added = next;
+      load_residual(i + threads, next);
+    } else if constexpr (kResidual) {
+      load_residual(i, added);
+    }
     A z[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       z[j] = multiply_add(center(data.at(j)), scale[j], shift[j]);
+    }
+    if constexpr (kResidual) {
+      const O* const from = residual_of(problem, y + start + i * V);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        z[j] += plan.vector_output ? added.at(j) : static_cast<A>(from[j]);
+      }
     }
     activation.value(z);
     Vector<O, V> result;
@@ -215,6 +240,7 @@ __global__ __launch_bounds__(kMostGroupThreads,
   if (is_loose) {
     const int c = plan.spatial.quotient(loose);
     A z[1] = {multiply_add(center(single), weight_of(c), bias_of(c))};
+    if constexpr (kResidual) z[0] += static_cast<A>(*residual_of(problem, y + loose));
     activation.value(z);
     y[loose] = static_cast<O>(z[0]);
   }

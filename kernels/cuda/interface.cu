@@ -15,7 +15,7 @@
 
 namespace fxfuse::cuda {
 
-template <class T, class O>
+template <class T, class O, bool kResidual>
 cudaError_t forward_typed(const Forward&, const ForwardPlan&, void*, cudaStream_t);
 template <class T, class O>
 cudaError_t backward_typed(const Backward&, const BackwardPlan&, void*, cudaStream_t);
@@ -59,8 +59,10 @@ cudaError_t with_types(const Problem& p, Call call) {
 cudaError_t forward(const Forward& p, void* workspace, cudaStream_t stream) {
   const ForwardPlan plan(p, gpu_of(p.device));
   return with_types(p, [&](auto types) {
-    using Of = decltype(types);
-    return forward_typed<typename Of::Input, typename Of::Output>(p, plan, workspace, stream);
+    using T = typename decltype(types)::Input;
+    using O = typename decltype(types)::Output;
+    return p.residual == nullptr ? forward_typed<T, O, false>(p, plan, workspace, stream)
+                                 : forward_typed<T, O, true>(p, plan, workspace, stream);
   });
 }
 

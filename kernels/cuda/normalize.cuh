@@ -39,20 +39,30 @@ FXFUSE_INLINE void split_mean(A pivot, A mean, Statistics<A>& statistics) {
   statistics.rest = (pivot - (sum - added)) + (mean - added);
 }
 
-// Statistics and affine parameters applied to one vector; statistics(j) are those of element j.
-template <class O, class T, int V, class A, class S>
+// Statistics and affine parameters applied to one vector, to which kResidual adds another one.
+template <bool kResidual, class O, class T, int V, class A>
 FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A, O>& activation, const Loaded<T, V>& x,
-                                  const A (&weight)[V], const A (&bias)[V], S statistics) {
+                                  const A (&weight)[V], const A (&bias)[V],
+                                  const Statistics<A>& statistics, const Loaded<O, V>& added) {
   A z[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    z[j] = multiply_add(statistics(j).normalize(x.at(j)), weight[j], bias[j]);
+    z[j] = multiply_add(statistics.normalize(x.at(j)), weight[j], bias[j]);
+    if constexpr (kResidual) z[j] += added.at(j);
   }
   activation.value(z);
   Vector<O, V> y;
 #pragma unroll
   for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[j]);
   return y;
+}
+
+// Where the residual of an output lies.
+template <class O>
+FXFUSE_INLINE const O* residual_of(const Forward& problem, const O* output) {
+  return reinterpret_cast<const O*>(
+      static_cast<const char*>(problem.residual) +
+      (reinterpret_cast<const char*>(output) - static_cast<const char*>(problem.output)));
 }
 
 // Keeps the statistics of a group for backward, if it will come.

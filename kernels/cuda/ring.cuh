@@ -71,7 +71,7 @@ struct Place {
   }
 };
 
-template <class T, class O>
+template <class T, class O, bool kResidual>
 __global__ __launch_bounds__(kRingThreads,
                              1) void normalize_ring(const Forward problem, const Ring plan,
                                                     const Divisor num_groups, Slot* const slots) {
@@ -232,14 +232,27 @@ __global__ __launch_bounds__(kRingThreads,
     }
   } else {
     constexpr int kThreadsOfRole = 32 * kFinishWarps, U = kChunkVectors / kThreadsOfRole;
+    // Vectors for which the activation is entered once; with a residual there are registers for
+    // one.
+    constexpr int kTogether = kResidual ? 1 : U;
     const int index = thread - 32 * (2 + kStatisticsWarps);
     const int channels = static_cast<int>(problem.channels / problem.num_groups);
     const bool wide = affine_is_wide(problem);
     const ActivationOf<float, O> activation(problem);
+    // Of a group's slice, into L2, from where it is loaded as the results need it.
+    const auto prefetch_residual = [&](int64_t group) {
+      if (kResidual && index == 0 && mine > 0 && group < groups) {
+        const O* const y = static_cast<O*>(problem.output) + group * group_size;
+        prefetch_bulk(residual_of(problem, y + int64_t(first) * V),
+                      mine * V * static_cast<int>(sizeof(O)));
+      }
+    };
+    prefetch_residual(team);
     Place place, done;
     for (int64_t group = team; group < groups; group += plan.teams) {
       O* const y = static_cast<O*>(problem.output) + group * group_size;
       const int64_t channel = (group - num_groups.quotient(group) * problem.num_groups) * channels;
+      prefetch_residual(group + plan.teams);
       merged[done.chunk].wait(done.phase);
       const Statistics<float> of_group = statistics[done.chunk];
       done.next(plan.capacity);
@@ -254,6 +267,16 @@ __global__ __launch_bounds__(kRingThreads,
       for (int c = 0; c < plan.chunks; ++c) {
         const int size = chunk_size(c), begin = first + c * plan.chunk;
         const Loaded<T, V>* const from = ring + place.chunk * kChunkVectors;
+        [[maybe_unused]] Loaded<O, V> added[U];
+        if constexpr (kResidual) {
+#pragma unroll
+          for (int u = 0; u < U; ++u) {
+            const int at = index + u * kThreadsOfRole;
+            if (at < size) {
+              added[u] = load<O, V>(residual_of(problem, y + int64_t(begin + at) * V));
+            }
+          }
+        }
         landed[place.chunk].wait(place.phase);
         Loaded<T, V> data[U];
 #pragma unroll
@@ -267,28 +290,33 @@ __global__ __launch_bounds__(kRingThreads,
         const int of_first = plan.channel.quotient(min(begin, last));
         const bool one_channel = of_first == plan.channel.quotient(last);
         if (one_channel) enter(of_first);
-        float z[U * V];
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-          if (!one_channel) {
-            enter(plan.channel.quotient(min(begin + index + u * kThreadsOfRole, last)));
+        for (int n = 0; n < U; n += kTogether) {
+          float z[kTogether * V];
+#pragma unroll
+          for (int u = n; u < n + kTogether; ++u) {
+            if (!one_channel) {
+              enter(plan.channel.quotient(min(begin + index + u * kThreadsOfRole, last)));
+            }
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+              const float distance = data[u].at(j) - of_group.mean;
+              const float centered = kPivot ? distance - of_group.rest : distance;
+              float& at = z[(u - n) * V + j];
+              at = multiply_add(centered, scale, shift);
+              if constexpr (kResidual) at += added[u].at(j);
+            }
           }
+          activation.value(z);
 #pragma unroll
-          for (int j = 0; j < V; ++j) {
-            const float distance = data[u].at(j) - of_group.mean;
-            const float centered = kPivot ? distance - of_group.rest : distance;
-            z[u * V + j] = multiply_add(centered, scale, shift);
-          }
-        }
-        activation.value(z);
+          for (int u = n; u < n + kTogether; ++u) {
+            const int at = index + u * kThreadsOfRole;
+            if (at < size) {
+              Vector<O, V> result;
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-          const int at = index + u * kThreadsOfRole;
-          if (at < size) {
-            Vector<O, V> result;
-#pragma unroll
-            for (int j = 0; j < V; ++j) result.at[j] = static_cast<O>(z[u * V + j]);
-            store(y + int64_t(begin + at) * V, result);
+              for (int j = 0; j < V; ++j) result.at[j] = static_cast<O>(z[(u - n) * V + j]);
+              store(y + int64_t(begin + at) * V, result);
+            }
           }
         }
       }

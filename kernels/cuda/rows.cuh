@@ -48,10 +48,11 @@ constexpr int kRowStages = sizeof(T) == 2 ? 2 : 3;
 
 // Blocks that share a multiprocessor: as many as have enough registers for the values, weight and
 // bias.  Each more would spill.
-template <class T, int V, int K>
-constexpr int kRowOccupancy = V * K > 16 || sizeof(T) > 4     ? 4
-                              : V * K == 16 || sizeof(T) == 4 ? 6
-                                                              : 7;
+template <class T, int V, int K, bool kResidual>
+constexpr int kRowOccupancy = V * K > 16 && kResidual                    ? 3
+                              : V * K > 16 || sizeof(T) > 4 || kResidual ? 4
+                              : V * K == 16 || sizeof(T) == 4            ? 6
+                                                                         : 7;
 
 // Less where the compiler needs more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -83,9 +84,9 @@ struct TeamPlan {
 };
 
 // kWhole: the lanes' vectors make up the group, none is left over.
-template <class T, class O, int V, int K, bool kWhole>
+template <class T, class O, int V, int K, bool kWhole, bool kResidual>
 __global__ __launch_bounds__(kForwardRowThreads,
-                             kRowOccupancy<T, V, K> -
+                             kRowOccupancy<T, V, K, kResidual> -
                                  kRowOccupancyLost) void normalize_rows(const Forward problem,
                                                                         const TeamPlan teams) {
   constexpr int R = kRowsAtOnce<T, V, K>;
@@ -122,13 +123,22 @@ __global__ __launch_bounds__(kForwardRowThreads,
   // copy of two bytes.
   constexpr bool kCopies = V * sizeof(T) >= 4;
   __shared__ Loaded<T, V> stages[kCopies ? kRowStages<T> : 1][R * K][kForwardRowThreads];
+  // Of the residual, which takes the same way.
+  [[maybe_unused]] __shared__ Loaded<O, V> added_stages[kCopies && kResidual ? kRowStages<T> : 1]
+                                                       [kCopies && kResidual ? R * K : 1]
+                                                       [kForwardRowThreads];
+  [[maybe_unused]] const O* added = kResidual ? residual_of(problem, y) : nullptr;
   int stage = 0;
   const auto fetch = [&](int samples) {
     over_rows(samples, [&](int r, int k, int64_t offset) {
       copy_piece<V * sizeof(T)>(&stages[stage][r * K + k][threadIdx.x], x + offset);
+      if constexpr (kResidual) {
+        copy_vector(&added_stages[stage][r * K + k][threadIdx.x], added + offset);
+      }
     });
     commit_copies();
     x += R * stride;
+    if constexpr (kResidual) added += R * stride;
     stage = stage + 1 == kRowStages<T> ? 0 : stage + 1;
   };
   wait_for_previous_kernel();
@@ -155,6 +165,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
 
   for (int round = 0; round < teams.rounds; ++round) {
     Loaded<T, V> data[R][K];
+    [[maybe_unused]] Loaded<O, V> loaded[R][K];  // of the residual
     if constexpr (kCopies) {
       wait_for_copies<kRowStages<T> - 1>();
 #pragma unroll
@@ -163,8 +174,12 @@ __global__ __launch_bounds__(kForwardRowThreads,
         for (int k = 0; k < K; ++k) data[r][k] = stages[stage][r * K + k][threadIdx.x];
       }
     } else {
-      over_rows(left, [&](int r, int k, int64_t offset) { data[r][k] = load<T, V>(x + offset); });
+      over_rows(left, [&](int r, int k, int64_t offset) {
+        data[r][k] = load<T, V>(x + offset);
+        if constexpr (kResidual) loaded[r][k] = load<O, V>(added + offset);
+      });
       x += R * stride;
+      if constexpr (kResidual) added += R * stride;
     }
     A z[R * K * V], pivot[R], total[R] = {}, other[R] = {};
 #pragma unroll
@@ -183,7 +198,8 @@ __global__ __launch_bounds__(kForwardRowThreads,
       }
       total[r] += other[r];
     }
-    if constexpr (kCopies) fetch(left - kRowStages<T> * R);  // into what has just been read
+    // Into what has just been read, or, of a residual, will have been.
+    if constexpr (kCopies && !kResidual) fetch(left - kRowStages<T> * R);
     sum_over_lanes(total, 1 << log2_lanes);
     constexpr int kSums = kCorrection ? 2 : 1;  // of squares; of what is left
     A totals[kSums * R] = {}, others[R] = {};
@@ -228,7 +244,16 @@ __global__ __launch_bounds__(kForwardRowThreads,
         at = kCorrection ? multiply_add(at, rstd, -rest * rstd) : at * rstd;
         at = multiply_add(at, weight[n], bias[n]);
       }
+      if constexpr (kResidual) {
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          if constexpr (kCopies) loaded[r][k] = added_stages[stage][r * K + k][threadIdx.x];
+#pragma unroll
+          for (int j = 0; j < V; ++j) z[(r * K + k) * V + j] += loaded[r][k].at(j);
+        }
+      }
     }
+    if constexpr (kCopies && kResidual) fetch(left - kRowStages<T> * R);
     // 16 at a time: more of them would need more registers than all before.
     constexpr int kAtOnce = R * K * V < 16 ? R * K * V : 16;
 #pragma unroll
@@ -264,9 +289,9 @@ struct Rows {
   }
 };
 
-template <class T, class O, int V, int K, bool kWhole>
+template <class T, class O, bool kResidual, int V, int K, bool kWhole>
 cudaError_t launch_rows(const Forward& p, const Rows& rows, const Gpu& gpu, cudaStream_t stream) {
-  constexpr int R = kRowsAtOnce<T, V, K>, occupancy = kRowOccupancy<T, V, K>;
+  constexpr int R = kRowsAtOnce<T, V, K>, occupancy = kRowOccupancy<T, V, K, kResidual>;
   const int64_t lanes = p.num_groups << rows.log2_lanes;  // of one slice
   const int64_t wave = int64_t(gpu.multiprocessors) * occupancy * kForwardRowThreads;
   // One wave of blocks, in which every multiprocessor has as many; or, where that would be more
@@ -296,21 +321,22 @@ cudaError_t launch_rows(const Forward& p, const Rows& rows, const Gpu& gpu, cuda
   while (threads > 32 && ceil_div(threads_needed, threads) < gpu.multiprocessors) threads /= 2;
   Shape shape = {ceil_div(threads_needed, threads), threads};
   shape.early = gpu.clusters;
-  return launch(normalize_rows<T, O, V, K, kWhole>, shape, stream, p, teams);
+  return launch(normalize_rows<T, O, V, K, kWhole, kResidual>, shape, stream, p, teams);
 }
 
-template <class T, class O, int V>
+template <class T, class O, bool kResidual, int V>
 cudaError_t launch_rows(const Forward& p, const Gpu& gpu, cudaStream_t stream) {
   const Rows rows = Rows::of(group_size(p) / V);
   if constexpr (V * sizeof(T) < 16) {
-    if (rows.held > 1) return launch_rows<T, O, V, 4, false>(p, rows, gpu, stream);
-    return launch_rows<T, O, V, 1, false>(p, rows, gpu, stream);
+    if (rows.held > 1) return launch_rows<T, O, kResidual, V, 4, false>(p, rows, gpu, stream);
+    return launch_rows<T, O, kResidual, V, 1, false>(p, rows, gpu, stream);
   } else {
-    if (rows.held == 4 && rows.whole) return launch_rows<T, O, V, 4, true>(p, rows, gpu, stream);
-    if (rows.held == 4) return launch_rows<T, O, V, 4, false>(p, rows, gpu, stream);
-    if (rows.held == 2) return launch_rows<T, O, V, 2, true>(p, rows, gpu, stream);
-    if (rows.whole) return launch_rows<T, O, V, 1, true>(p, rows, gpu, stream);
-    return launch_rows<T, O, V, 1, false>(p, rows, gpu, stream);
+    if (rows.held == 4 && rows.whole)
+      return launch_rows<T, O, kResidual, V, 4, true>(p, rows, gpu, stream);
+    if (rows.held == 4) return launch_rows<T, O, kResidual, V, 4, false>(p, rows, gpu, stream);
+    if (rows.held == 2) return launch_rows<T, O, kResidual, V, 2, true>(p, rows, gpu, stream);
+    if (rows.whole) return launch_rows<T, O, kResidual, V, 1, true>(p, rows, gpu, stream);
+    return launch_rows<T, O, kResidual, V, 1, false>(p, rows, gpu, stream);
   }
 }
 

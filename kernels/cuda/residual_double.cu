@@ -1,0 +1,10 @@
+// The forward kernels for double that add a residual.  Idea, work split, limits and fallback: see
+// forward.cuh.
+#include "forward.cuh"
+
+namespace fxfuse::cuda {
+
+template cudaError_t forward_typed<double, double, true>(const Forward&, const ForwardPlan&, void*,
+                                                         cudaStream_t);
+
+}  // namespace fxfuse::cuda
