@@ -228,6 +228,37 @@ Tensor inference_default(const Tensor& input, int64_t num_groups, const MaybeTen
       .contiguous(result_format(input));
 }
 
+// ---- a residual between norm and activation ----------------------------------------------
+
+CheckedActivation check_add(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                            const MaybeTensor& weight, const MaybeTensor& bias,
+                            c10::string_view activation, at::ArrayRef<double> params,
+                            MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_arguments(kAddOp, input, num_groups, weight, bias, activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  TORCH_CHECK(residual.sym_sizes() == input.sym_sizes() && residual.device() == input.device() &&
+                  residual.scalar_type() == output_dtype,
+              "fxfuse.", kAddOp, ": expected residual of shape ", input.sym_sizes(), " and dtype ",
+              output_dtype, " on ", input.device(), ", got ", residual.sym_sizes(), ", ",
+              residual.scalar_type(), ", ", residual.device());
+  return f;
+}
+
+// The operators one after the other: what the fused one means.  Above autograd, autocast or a
+// transform of torch.func it has their derivatives and rules, below them it is only the values.
+Tensor add_composition(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                       c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_add(input, residual, num_groups, weight, bias, activation, params, dtype);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_activation", "")
+                             .typed<decltype(inference_default)>();
+  return activate(
+      op.call(input, num_groups, weight, bias, eps, "identity", {}, dtype).add(residual), f);
+}
+
 // ---- kernels -----------------------------------------------------------------------------
 
 // The three operators of a device whose kernels are `run_forward` and `run_backward`.
@@ -308,6 +339,31 @@ struct Kernels {
     return {dinput, dweight, dbias};
   }
 
+  // Where the sum has the dtype and the strides of the norm's result, which the kernel gives it.
+  static Tensor add(const Tensor& input, const Tensor& residual, int64_t num_groups,
+                    const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                    c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+    const CheckedActivation f =
+        check_add(input, residual, num_groups, weight, bias, activation, params, dtype);
+    const auto parts = [&] {
+      return add_composition(input, residual, num_groups, weight, bias, eps, activation, params,
+                             dtype);
+    };
+    if (!has_kernel(input) || input.numel() == 0) return parts();
+    Tensor output = empty_result(input, residual.scalar_type(), kIdentity);
+    const bool two_layouts =
+        result_format(input) != at::MemoryFormat::Contiguous && output.is_contiguous();
+    if (two_layouts || output.strides() != residual.strides()) return parts();
+    Forward p{};
+    const Operands operands =
+        fill(p, input, num_groups, weight, bias, eps, f, output.scalar_type());
+    if (to_scalar_type(p.output_dtype) != output.scalar_type()) return parts();
+    p.output = output.data_ptr();
+    p.residual = residual.const_data_ptr();
+    run_forward(p);
+    return output;
+  }
+
   static void bind(torch::Library& m) {
     m.impl(kOp, inference);
     m.impl(kForwardOp, forward);
@@ -319,37 +375,6 @@ using CpuKernels = Kernels<cpu::forward, cpu::backward>;
 #ifdef FXFUSE_CUDA
 using CudaKernels = Kernels<cuda::run_forward, cuda::run_backward>;
 #endif
-
-// ---- a residual between norm and activation ----------------------------------------------
-
-CheckedActivation check_add(const Tensor& input, const Tensor& residual, int64_t num_groups,
-                            const MaybeTensor& weight, const MaybeTensor& bias,
-                            c10::string_view activation, at::ArrayRef<double> params,
-                            MaybeDtype dtype) {
-  const CheckedActivation f =
-      check_arguments(kAddOp, input, num_groups, weight, bias, activation, params, dtype);
-  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
-  TORCH_CHECK(residual.sym_sizes() == input.sym_sizes() && residual.device() == input.device() &&
-                  residual.scalar_type() == output_dtype,
-              "fxfuse.", kAddOp, ": expected residual of shape ", input.sym_sizes(), " and dtype ",
-              output_dtype, " on ", input.device(), ", got ", residual.sym_sizes(), ", ",
-              residual.scalar_type(), ", ", residual.device());
-  return f;
-}
-
-// The operators one after the other: what the fused one means.  Above autograd, autocast or a
-// transform of torch.func it has their derivatives and rules, below them it is only the values.
-Tensor add_composition(const Tensor& input, const Tensor& residual, int64_t num_groups,
-                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                       c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
-  const CheckedActivation f =
-      check_add(input, residual, num_groups, weight, bias, activation, params, dtype);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fxfuse::group_norm_activation", "")
-                             .typed<decltype(inference_default)>();
-  return activate(
-      op.call(input, num_groups, weight, bias, eps, "identity", {}, dtype).add(residual), f);
-}
 
 // ---- what a fake tensor needs ------------------------------------------------------------
 
@@ -580,7 +605,10 @@ TORCH_LIBRARY_IMPL(fxfuse, CompositeImplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { CpuKernels::bind(m); }
 
 #ifdef FXFUSE_CUDA
-TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) { CudaKernels::bind(m); }
+TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) {
+  CudaKernels::bind(m);
+  m.impl(kAddOp, CudaKernels::add);
+}
 #endif
 
 TORCH_LIBRARY_IMPL(fxfuse, Autograd, m) {
