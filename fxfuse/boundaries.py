@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,19 @@ from torch import fx, nn
 from fxfuse import nodes, rewrite, tracing
 from fxfuse.rewrite import Fusion, Reader, Reason, Refusal
 from fxfuse.tracing import Untraceable
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A chain that may go on from a value.
+
+    Attributes:
+        modules: Those to go through to it.
+        step: The last step that it has come to, by its index.
+    """
+
+    modules: set[nn.Module]
+    step: int
 
 
 class Boundaries:
@@ -35,13 +50,12 @@ class Boundaries:
         """
         found: set[nn.Module] = set()
         for node in graph.nodes:
-            before = self._leaves(node, module)
-            if before is None:
+            leaving = self._leaves(node, module)
+            if leaving is None:
                 continue
-            for reader in node.users:
-                after = self._enters(reader, node, module)
-                if after is not None:
-                    found |= before | after
+            entered = self._first(node, module, leaving.step)
+            if entered is not None:
+                found |= leaving.modules | entered
         return found
 
     def trace(self, module: nn.Module, pattern: str) -> tracing.Trace:
@@ -58,7 +72,9 @@ class Boundaries:
         if inlined := self.crossed(module, trace.graph):
             with contextlib.suppress(Untraceable):  # then the chain stays as it is
                 through = tracing.trace(module, inlined, pattern)
-                if self._matches(module, through) > self._matches(module, trace):
+                # The chains that do not cross are in the graphs of the children just as well.
+                apart = {module: trace.graph, **{child: self.graphs[child] for child in inlined}}
+                if self._matches({module: through.graph}) > self._matches(apart):
                     return through
         return trace
 
@@ -72,33 +88,37 @@ class Boundaries:
         graph = _graph(module) if graph is None else graph
         return graph is not None and self._end(module, graph) is not None
 
-    def _matches(self, module: nn.Module, trace: tracing.Trace) -> int:
-        sites = rewrite.apply(trace.graph, module, self.table, analyse_only=True)
+    def _matches(self, graphs: Mapping[nn.Module, fx.Graph | None]) -> int:
+        sites = (
+            site
+            for module, graph in graphs.items()
+            if graph is not None
+            for site in rewrite.apply(graph, module, self.table, analyse_only=True)
+        )
         return sum(site.code == Reason.FUSIBLE.code for site in sites)
 
-    def _end(self, module: nn.Module, graph: fx.Graph) -> set[nn.Module] | None:
-        """The modules to go through to a chain that may go on from a module's result, or None."""
+    def _end(self, module: nn.Module, graph: fx.Graph) -> _Leaving | None:
+        """How a chain may go on from a module's result, or None."""
         output = next(iter(reversed(graph.nodes)))
         return self._leaves(output.args[0], module)
 
-    def _leaves(
-        self, node: Any, module: nn.Module, *, second: bool = True
-    ) -> set[nn.Module] | None:
-        """The modules to go through to the chain that a value is amid, or None where it is not.
+    def _leaves(self, node: Any, module: nn.Module, *, second: bool = True) -> _Leaving | None:
+        """How a chain has come to a value, or None where there is none that may go on.
 
         Args:
             node: The value.
             module: The module in whose graph it is.
-            second: Whether the chain may have come to a second step already.
+            second: Whether the chain may have come to its second step already.
         """
         if not isinstance(node, fx.Node):
             return None
         if any(_reads(step, node, module) for step in {f.steps[0] for f in self.table}):
-            return set()
+            return _Leaving(set(), 0)
         for step in {f.steps[1] for f in self.table if len(f.steps) > 2 and second}:
             if (part := step(node, module)) is not None and part.refusal is None:
                 ways = (self._leaves(n, module, second=False) for n in (part.input, *part.others))
-                return next((way for way in ways if way is not None), None)
+                way = next((way for way in ways if way is not None), None)
+                return None if way is None else _Leaving(way.modules, 1)
         for fusion in self.table:
             if (part := fusion.transparent(node, module)) is not None and part.input is not None:
                 return self._leaves(part.input, module, second=second)
@@ -108,20 +128,30 @@ class Boundaries:
         inner = self._end(child, graph)
         if inner is None and node.args and self._passes(child, graph):
             inner = self._leaves(node.args[0], module, second=second)
-        return None if inner is None else {child, *inner}
+        return None if inner is None else _Leaving({child, *inner.modules}, inner.step)
 
-    def _enters(self, reader: fx.Node, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
-        """The modules to go through to the step that reads a value, or None where none does."""
-        if any(_reads(step, reader, module) for f in self.table for step in f.steps[1:]):
+    def _enters(
+        self, reader: fx.Node, value: fx.Node, module: nn.Module, step: int
+    ) -> set[nn.Module] | None:
+        """The modules to go through to what follows a step of a chain, or None where nothing does.
+
+        Args:
+            reader: Of the value.
+            value: What the chain has come to.
+            module: The module in whose graph they are.
+            step: The last step of the chain so far, by its index.
+        """
+        following = {f.steps[step + 1] for f in self.table if len(f.steps) > step + 1}
+        if any(_reads(step, reader, module) for step in following):
             return set()
         if any(fusion.transparent(reader, module) for fusion in self.table):
-            return self._first(reader, module)
+            return self._first(reader, module, step)
         if reader.args[:1] != (value,) or (opaque := self._opaque(reader, module)) is None:
             return None
         child, graph = opaque
-        inner = self._first(next(iter(graph.nodes)), child)
+        inner = self._first(next(iter(graph.nodes)), child, step)
         if inner is None and self._passes(child, graph):
-            inner = self._first(reader, module)
+            inner = self._first(reader, module, step)
         return None if inner is None else {child, *inner}
 
     def _passes(self, module: nn.Module, graph: fx.Graph) -> bool:
@@ -136,8 +166,9 @@ class Boundaries:
             value = None if part is None else part.input
         return False
 
-    def _first(self, value: fx.Node, module: nn.Module) -> set[nn.Module] | None:
-        found = (self._enters(reader, value, module) for reader in value.users)
+    def _first(self, value: fx.Node, module: nn.Module, step: int) -> set[nn.Module] | None:
+        """The same for whatever reads a value."""
+        found = (self._enters(reader, value, module, step) for reader in value.users)
         return next((modules for modules in found if modules is not None), None)
 
     def _opaque(self, node: fx.Node, module: nn.Module) -> tuple[nn.Module, fx.Graph] | None:
