@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import os
 import pickle
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -418,14 +419,20 @@ GRADIENT_JUMPS = 3e-2
 def close(
     ours: list[Tensor], eager: list[Tensor], exact: list[Tensor], tolerance: float = 1e-6
 ) -> None:
-    """No further from float64 than twice as far as eager, each tensor by its largest value."""
+    """No further from float64 than twice as far as eager, each tensor by its largest value.
+
+    What is 0 but for rounding, such as the gradient of the bias of attention's keys, is measured by
+    what is usual for the others.
+    """
     assert len(ours) == len(eager) == len(exact)
-    for a, b, reference in zip(ours, eager, exact, strict=True):
+    scales = [reference.abs().max().item() if reference.numel() else 0.0 for reference in exact]
+    usual = statistics.median(scales)
+    for a, b, reference, scale in zip(ours, eager, exact, scales, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if a.numel():
             error, allowed = ((t.double() - reference).abs().max().item() for t in (a, b))
-            scale = reference.abs().max().item()
-            assert error <= 2 * allowed + tolerance * scale + 1e-9, (error, allowed, scale)
+            slack = tolerance * scale if scale > 1e-9 * usual else 1e-6 * usual
+            assert error <= 2 * allowed + slack + 1e-9, (error, allowed, scale)
 
 
 def test_it_fuses_what_is_expected(network: Network, tmp_path: Path, device: torch.device) -> None:
