@@ -57,7 +57,7 @@ FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A, O>& activation, const Lo
   return y;
 }
 
-// Where the residual of an output lies.
+// The residual of what is written to `output`: as far into its tensor.
 template <class O>
 FXFUSE_INLINE const O* residual_of(const Forward& problem, const O* output) {
   return reinterpret_cast<const O*>(

@@ -47,7 +47,7 @@ template <class T>
 constexpr int kRowStages = sizeof(T) == 2 ? 2 : 3;
 
 // Blocks that share a multiprocessor: as many as have enough registers for the values, weight and
-// bias.  Each more would spill.
+// bias, and with a residual enough shared memory.  Each more would spill.
 template <class T, int V, int K, bool kResidual>
 constexpr int kRowOccupancy = V * K > 16 && kResidual                    ? 3
                               : V * K > 16 || sizeof(T) > 4 || kResidual ? 4
