@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxfuse import library, sharding
 
@@ -95,14 +96,7 @@ def group_norm_activation(
         )
         return result
     if input.dim() >= 2 and num_groups > 0:
-        size = input.size()
-        values = size[0] * (size[1] // num_groups)
-        for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
-            values *= extent
-        if input.numel() == 0 or (values == 1 and verify_batch_size):
-            # What torch does not take: F.group_norm has the rules, which are not the same in every
-            # torch, and the messages. Asked on the CPU: CUDA's fails for C = 0 and stays failed.
-            F.group_norm(input.new_empty(size, device="cpu"), num_groups, eps=eps)
+        _check_size(input, input.size(), num_groups, eps, verify_batch_size)
     if not autocast and dtype is None:
         dtype = input.dtype
     if channels_last == "eager" and input.is_cuda:
@@ -116,6 +110,105 @@ def group_norm_activation(
         input, num_groups, weight, bias, eps, activation, params, dtype
     )
     return output
+
+
+def linear_group_norm_activation(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    params: Sequence[float] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    verify_batch_size: bool = True,
+) -> Tensor:
+    r"""A Linear, group normalisation of its result and the activation after it, in one operator.
+
+    The same as :func:`torch.nn.functional.linear` followed by :func:`group_norm_activation`, which
+    are also what runs, except where no gradient is asked for and one kernel is faster than two: see
+    ``kernels/cuda/linear_plan.h``. That kernel does not round what lies between the two to the
+    input's dtype.
+
+    Args:
+        input: ``(N, in_features)``, or ``(N, C, *, in_features)``, floating-point.
+        linear_weight: ``(out_features, in_features)``, of the input's dtype.
+        linear_bias: ``(out_features)``, of the input's dtype, or None.
+        num_groups: Number of groups that dimension 1 of the Linear's result is cut into.
+        weight: One value for each channel, that is for each index of dimension 1, or None.
+        bias: The same.
+        eps: As for :func:`group_norm_activation`.
+        activation: As for :func:`group_norm_activation`.
+        params: As for :func:`group_norm_activation`.
+        dtype: Of the result; None for that of the Linear's. Statistics are float32 or wider.
+        verify_batch_size: As for :func:`group_norm_activation`.
+
+    Returns:
+        ``(N, out_features)``, or ``(N, C, *, out_features)``.
+
+    Raises:
+        ValueError: If there is one value per group and ``verify_batch_size`` is set.
+        RuntimeError: If an argument is not as described, or for an empty result that the installed
+            torch refuses.
+    """
+    tensors = input, linear_weight, linear_bias, weight, bias
+    if has_torch_function_variadic(*tensors):
+        result: Tensor = handle_torch_function(
+            linear_group_norm_activation,
+            tensors,
+            input,
+            linear_weight,
+            linear_bias,
+            num_groups,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            activation=activation,
+            params=params,
+            dtype=dtype,
+            verify_batch_size=verify_batch_size,
+        )
+        return result
+    # A subclass (DTensor, a quantised weight) has its own Linear and knows nothing of this one.
+    if any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors) or not (
+        library.is_loaded() or library.load()
+    ):
+        return group_norm_activation(
+            F.linear(input, linear_weight, linear_bias),
+            num_groups,
+            weight,
+            bias,
+            eps,
+            activation,
+            params,
+            dtype=dtype,
+            verify_batch_size=verify_batch_size,
+        )
+    if input.dim() >= 2 and linear_weight.dim() == 2 and num_groups > 0:
+        size = (*input.size()[:-1], linear_weight.size(0))
+        _check_size(input, size, num_groups, eps, verify_batch_size)
+    output: Tensor = torch.ops.fxfuse.linear_group_norm_activation(
+        input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
+def _check_size(
+    like: Tensor, size: Sequence[int], num_groups: int, eps: float, verify_batch_size: bool
+) -> None:
+    """Raises for a tensor to normalise, of two or more dimensions, that torch does not take."""
+    values = size[0] * (size[1] // num_groups)
+    count = size[0] * size[1]
+    for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
+        values *= extent
+        count *= extent
+    if count == 0 or (values == 1 and verify_batch_size):
+        # F.group_norm has the rules, which are not the same in every torch, and the messages.
+        # Asked on the CPU: CUDA's fails for C = 0 and stays failed.
+        F.group_norm(like.new_empty(size, device="cpu"), num_groups, eps=eps)
 
 
 # Reference activations, from the name and its parameters.
@@ -218,10 +311,29 @@ def _fake_backward(
     )
 
 
+def _fake_linear(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    output: Tensor = torch.ops.fxfuse._empty_linear_result(
+        input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
 def _register_fakes() -> None:
     torch.library.register_fake("fxfuse::group_norm_activation", _fake_inference)
     torch.library.register_fake("fxfuse::group_norm_activation_forward", _fake_forward)
     torch.library.register_fake("fxfuse::group_norm_activation_backward", _fake_backward)
+    torch.library.register_fake("fxfuse::linear_group_norm_activation", _fake_linear)
 
 
 library.on_load(_register_fakes)
