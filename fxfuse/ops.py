@@ -173,8 +173,11 @@ def linear_group_norm_activation(
         )
         return result
     # A subclass (DTensor, a quantised weight) has its own Linear and knows nothing of this one.
-    if any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors) or not (
-        library.is_loaded() or library.load()
+    # Where there is no kernel, a compiler has better to do with a Linear than to leave it alone.
+    if (
+        not _has_linear_kernel(input.device)
+        or any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors)
+        or not (library.is_loaded() or library.load())
     ):
         return group_norm_activation(
             F.linear(input, linear_weight, linear_bias),
@@ -194,6 +197,27 @@ def linear_group_norm_activation(
         input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
     )
     return output
+
+
+def may_have_linear_kernel() -> bool:
+    """Whether this machine may have a GPU with the kernel of `linear_group_norm_activation`."""
+    return torch.cuda.is_available()  # which, unlike a look at the GPU, does not initialise CUDA
+
+
+def _has_linear_kernel(device: torch.device) -> bool:
+    """Whether a device may have the kernel that computes a Linear too."""
+    if device not in _with_linear_kernel:
+        _with_linear_kernel[device] = (
+            device.type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability(device) == (9, 0)
+        )
+    return _with_linear_kernel[device]
+
+
+_with_linear_kernel: dict[torch.device, bool] = {}
+# Dynamo runs it instead of tracing it.
+_has_linear_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_size(

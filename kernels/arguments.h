@@ -243,38 +243,64 @@ struct Operands {
   at::ScalarType affine_dtype;
 };
 
-inline Operands fill(Problem& p, const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
-                     const MaybeTensor& bias, double eps, const CheckedActivation& activation,
-                     at::ScalarType output_dtype) {
-  const at::ScalarType dtype = kernel_dtype(input, output_dtype),
-                       accumulate = accumulate_type(dtype);
-  const at::MemoryFormat format = result_format(input);
-  Operands o;
-  o.input = input.to(dtype).contiguous(format);
+// The activation and the affine parameters, which are of the input's dtype or the accumulate type.
+inline void fill_rest(Problem& p, Operands& o, at::ScalarType dtype, int64_t num_groups,
+                      const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                      const CheckedActivation& activation) {
   const auto is = [](const MaybeTensor& t, at::ScalarType type) {
     return !defined(t) || t->scalar_type() == type;
   };
-  o.affine_dtype = is(weight, dtype) && is(bias, dtype) ? dtype : accumulate;
+  o.affine_dtype = is(weight, dtype) && is(bias, dtype) ? dtype : accumulate_type(dtype);
   if (defined(weight)) o.weight = weight->to(o.affine_dtype).contiguous();
   if (defined(bias)) o.bias = bias->to(o.affine_dtype).contiguous();
-
-  p.device = input.device().has_index() ? input.device().index() : 0;
-  p.batch = input.size(0);
-  p.channels = input.size(1);
-  p.spatial = c10::multiply_integers(input.sizes().slice(2));
   p.num_groups = num_groups;
-  p.channels_last = format != at::MemoryFormat::Contiguous && p.spatial > 1 && p.channels > 1;
   p.eps = eps;
   p.activation = activation.functor;
   p.params[0] = activation.params[0];
   p.params[1] = activation.params[1];
   p.dtype = to_dtype(dtype);
-  p.output_dtype =
-      dtype == input.scalar_type() && is_half_type(dtype) ? to_dtype(output_dtype) : p.dtype;
   p.affine_dtype = to_dtype(o.affine_dtype);
   p.input = o.input.const_data_ptr();
   p.weight = o.weight.defined() ? o.weight.const_data_ptr() : nullptr;
   p.bias = o.bias.defined() ? o.bias.const_data_ptr() : nullptr;
+}
+
+inline int device_index(const Tensor& t) { return t.device().has_index() ? t.device().index() : 0; }
+
+inline Operands fill(Problem& p, const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                     const MaybeTensor& bias, double eps, const CheckedActivation& activation,
+                     at::ScalarType output_dtype) {
+  const at::ScalarType dtype = kernel_dtype(input, output_dtype);
+  const at::MemoryFormat format = result_format(input);
+  Operands o;
+  o.input = input.to(dtype).contiguous(format);
+  p.device = device_index(input);
+  p.batch = input.size(0);
+  p.channels = input.size(1);
+  p.spatial = c10::multiply_integers(input.sizes().slice(2));
+  p.channels_last = format != at::MemoryFormat::Contiguous && p.spatial > 1 && p.channels > 1;
+  fill_rest(p, o, dtype, num_groups, weight, bias, eps, activation);
+  p.output_dtype =
+      dtype == input.scalar_type() && is_half_type(dtype) ? to_dtype(output_dtype) : p.dtype;
+  return o;
+}
+
+// Of contiguous 16-bit rows, for a result of their dtype or float32.
+inline Operands fill_linear(LinearForward& p, const Tensor& input, const Tensor& linear_weight,
+                            const MaybeTensor& linear_bias, int64_t num_groups,
+                            const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                            const CheckedActivation& activation, at::ScalarType output_dtype) {
+  Operands o;
+  o.input = input;
+  p.device = device_index(input);
+  p.batch = input.size(0);
+  p.channels = linear_weight.size(0);
+  p.spatial = 1;
+  p.features = input.size(1);
+  fill_rest(p, o, input.scalar_type(), num_groups, weight, bias, eps, activation);
+  p.output_dtype = to_dtype(output_dtype);
+  p.linear_weight = linear_weight.const_data_ptr();
+  p.linear_bias = defined(linear_bias) ? linear_bias->const_data_ptr() : nullptr;
   return o;
 }
 

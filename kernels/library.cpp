@@ -338,6 +338,36 @@ Tensor linear_composition(const Tensor& input, const Tensor& linear_weight,
                  activation, params, dtype);
 }
 
+#ifdef FXFUSE_CUDA
+// In one kernel, where one serves rows as they lie in memory.  A copy of x or W would cost what it
+// saves, and the matrix product of torch needs none.
+Tensor linear_cuda(const Tensor& input, const Tensor& linear_weight, const MaybeTensor& linear_bias,
+                   int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias,
+                   double eps, c10::string_view activation, at::ArrayRef<double> params,
+                   MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_linear_arguments(kLinearOp, input, linear_weight, linear_bias, num_groups, weight, bias,
+                             activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  const bool in_rows = input.dim() == 2 && input.is_contiguous() && linear_weight.is_contiguous() &&
+                       (!defined(linear_bias) || linear_bias->is_contiguous());
+  const bool writes = output_dtype == at::kFloat || output_dtype == input.scalar_type();
+  if (in_rows && writes && is_half_type(input.scalar_type()) && has_kernel(input)) {
+    LinearForward p{};
+    const Operands operands = fill_linear(p, input, linear_weight, linear_bias, num_groups, weight,
+                                          bias, eps, f, output_dtype);
+    if (cuda::is_served(p)) {
+      const Tensor output = at::empty({p.batch, p.channels}, input.options().dtype(output_dtype));
+      p.output = output.data_ptr();
+      cuda::run_linear(p);
+      return output;
+    }
+  }
+  return linear_composition(input, linear_weight, linear_bias, num_groups, weight, bias, eps,
+                            activation, params, dtype);
+}
+#endif
+
 // ---- what a fake tensor needs ------------------------------------------------------------
 
 // The same checks and the same result, without a value: the fake kernels call it, so that the real
@@ -569,7 +599,10 @@ TORCH_LIBRARY_IMPL(fxfuse, CompositeImplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { CpuKernels::bind(m); }
 
 #ifdef FXFUSE_CUDA
-TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) { CudaKernels::bind(m); }
+TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) {
+  CudaKernels::bind(m);
+  m.impl(kLinearOp, linear_cuda);
+}
 #endif
 
 TORCH_LIBRARY_IMPL(fxfuse, Autograd, m) {

@@ -19,7 +19,9 @@ from problems import (
     DTYPES,
     HALF_DTYPES,
     PARAMS,
+    Answer,
     Operands,
+    check_contract,
     checked,
     eager,
     lay_out,
@@ -91,11 +93,10 @@ class LinearProblem:
     def leaves(self, device: torch.device | str = "cpu") -> list[Tensor | None]:
         return [None if t is None else t.requires_grad_() for t in self.tensors(device)]
 
-    def ours(self, *operands: Tensor | None, **kwargs: Any) -> Tensor:
+    def ours(self, *operands: Tensor | None) -> Tensor:
+        """The operator itself, which the function leaves out where there is no kernel."""
         x, linear_weight, linear_bias, weight, bias = operands
-        assert x is not None
-        assert linear_weight is not None
-        return ops.linear_group_norm_activation(
+        output: Tensor = torch.ops.fxfuse.linear_group_norm_activation(
             x,
             linear_weight,
             linear_bias,
@@ -105,9 +106,8 @@ class LinearProblem:
             1e-5,
             self.activation,
             self.params,
-            verify_batch_size=False,
-            **kwargs,
         )
+        return output
 
     def two(self, *operands: Tensor | None) -> Tensor:
         """The two operators."""
@@ -469,11 +469,15 @@ def test_a_compiled_graph_has_one_operator_without_gradients_and_two_with(
     torch._dynamo.reset()
 
 
-def test_the_wrapper_is_one_call_to_a_tracer(device: torch.device) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return ops.linear_group_norm_activation(x, weight, None, 2, activation="relu")
+# ---- the function that graphs call ----------------------------------------------------------
 
+
+class Model(torch.nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.linear_group_norm_activation(x, weight, None, 2, activation="relu")
+
+
+def test_the_function_is_one_call_to_a_tracer(device: torch.device) -> None:
     traced = fx.symbolic_trace(Model())
     assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [
         ops.linear_group_norm_activation
@@ -482,15 +486,39 @@ def test_the_wrapper_is_one_call_to_a_tracer(device: torch.device) -> None:
     assert torch.equal(traced(x, weight), Model()(x, weight))
 
 
-def test_a_tensor_subclass_keeps_its_own_linear() -> None:
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_the_function_leaves_a_linear_to_the_compiler_where_no_kernel_is(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, has_kernel: bool
+) -> None:
+    monkeypatch.setattr(ops, "_with_linear_kernel", {device: has_kernel})
+    x, weight = torch.randn(3, 5, device=device), torch.randn(4, 5, device=device)
+    monkeypatch.setitem(ops._with_linear_kernel, x.device, has_kernel)
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = torch.compile(Model(), backend=keep, fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(compiled(x, weight), Model()(x, weight))
+        (graph,) = graphs
+        assert ("fxfuse.linear_group_norm_activation" in graph.code) == has_kernel
+        assert ("linear(" in graph.code) != has_kernel
+    torch._dynamo.reset()
+
+
+def test_a_tensor_subclass_keeps_its_own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    x, weight, *rest = SMALL.tensors()
-    assert weight is not None
-    output = SMALL.ours(x, TwoTensor(weight, 2 * weight), *rest)
+    x, weight = torch.randn(3, 5), torch.randn(4, 5)
+    monkeypatch.setattr(ops, "_with_linear_kernel", {x.device: True})
+    output = Model()(x, TwoTensor(weight, 2 * weight))
     assert isinstance(output, TwoTensor)
-    assert torch.equal(output.a, SMALL.ours(x, weight, *rest))
-    assert torch.equal(output.b, SMALL.ours(x, 2 * weight, *rest))
+    assert torch.equal(output.a, Model()(x, weight))
+    assert torch.equal(output.b, Model()(x, 2 * weight))
 
 
 # ---- autocast -------------------------------------------------------------------------------
@@ -543,3 +571,187 @@ def test_autocast_is_compiled_in(device: torch.device) -> None:
     assert expected.dtype == (torch.float32 if device.type == "cuda" else torch.bfloat16)
     torch.testing.assert_close(compiled(*operands), expected, rtol=0, atol=0)
     torch._dynamo.reset()
+
+
+# ---- Hopper ---------------------------------------------------------------------------------
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+# Of the kernel: M, K and N, of which none is whole tiles.
+SIZES = {"linear_tiles": (3001, 328, 1088), "linear_stationary": (900, 104, 1088)}
+SIZES_OF_512 = {"linear_tiles": (3001, 328, 1024), "linear_stationary": (900, 104, 1024)}
+
+
+def kernels(function: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a call runs."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events()]
+
+
+def on_hopper(
+    kernel: str, group: int, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+) -> LinearProblem:
+    m, k, n = (SIZES_OF_512 if group > 64 else SIZES)[kernel]
+    return LinearProblem((m, k), n, n // group, dtype, **kwargs)
+
+
+@needs_hopper
+@pytest.mark.parametrize("kernel", SIZES)
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 512])
+@pytest.mark.parametrize(
+    ("dtype", "output_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_one_kernel_keeps_the_contract(
+    kernel: str, group: int, dtype: torch.dtype, output_dtype: torch.dtype
+) -> None:
+    number = [32, 64, 128, 256, 512].index(group)
+    missing = [(), (2,), (3,), (4,), (2, 3, 4)][number]
+    activation = ["hardtanh", "identity", "clamp", "relu", "relu6"][number]
+    problem = on_hopper(
+        kernel,
+        group,
+        dtype,
+        activation=activation,
+        params=PARAMS[activation][0],
+        mean=100.0 * (number % 2),
+    )
+    operands = [None if i in missing else t for i, t in enumerate(problem.tensors("cuda"))]
+    x, linear_weight, linear_bias, weight, bias = operands
+    rest = (problem.num_groups, weight, bias, 1e-5, activation, problem.params, output_dtype)
+
+    def ours() -> Tensor:
+        output: Tensor = torch.ops.fxfuse.linear_group_norm_activation(
+            x, linear_weight, linear_bias, *rest
+        )
+        return output
+
+    assert any(kernel in name for name in kernels(ours))
+    output = ours()
+    assert torch.equal(output, ours())
+    theirs = ops.reference(F.linear(x, linear_weight, linear_bias), *rest)  # type: ignore[arg-type]
+    # Rows have nothing to do with each other: a few, of every place in a tile, are enough.
+    rows = torch.arange(0, len(output), 13, device="cuda")
+    z = F.linear(*(None if t is None else t.double() for t in operands[:3]))[rows]
+    right = reference(
+        Operands(*(None if t is None else t.cpu() for t in (z, weight, bias))),  # type: ignore[arg-type]
+        problem.num_groups,
+        1e-5,
+        activation,
+        problem.params,
+        dtype=output_dtype,
+    )
+    check_contract(Answer(output[rows].cpu()), Answer(theirs[rows].cpu()), right)
+
+
+@needs_hopper
+@pytest.mark.parametrize("kernel", SIZES)
+@pytest.mark.parametrize("group", [32, 128, 512])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_case_27_a_value_that_is_no_number_poisons_its_row(
+    kernel: str, group: int, value: float
+) -> None:
+    problem = on_hopper(kernel, group)
+    operands = problem.tensors("cuda")
+    expected = problem.ours(*operands)
+    x = operands[0]
+    assert x is not None
+    x[70, 3] = value
+    output = problem.ours(*operands)
+    assert output[70].isnan().all()
+    output[70] = expected[70]
+    assert torch.equal(output, expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize("kernel", SIZES)
+@pytest.mark.parametrize("group", [32, 128, 512])
+def test_case_23_a_constant_group_is_the_bias(kernel: str, group: int) -> None:
+    problem = on_hopper(kernel, group, activation="identity", params=())
+    operands = problem.tensors("cuda")
+    _, linear_weight, linear_bias, _, bias = operands
+    assert linear_weight is not None
+    assert linear_bias is not None
+    assert bias is not None
+    linear_weight[:group], linear_bias[:group] = 0, 1000
+    output = problem.ours(*operands)
+    assert torch.equal(output[:, :group], bias[:group].expand(len(output), group))
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "name", ["silu", "strided", "offset", "group of 48", "float32", "rank 3", "few rows"]
+)
+def test_what_the_kernel_does_not_take_runs_as_the_two_operators(name: str) -> None:
+    problem = on_hopper("linear_tiles", 128)
+    if name == "silu":
+        problem = dataclasses.replace(problem, activation="silu", params=())
+    if name == "group of 48":
+        problem = dataclasses.replace(problem, out_features=1152, num_groups=24)
+    if name == "float32":
+        problem = dataclasses.replace(problem, dtype=torch.float32)
+    if name == "few rows":
+        problem = dataclasses.replace(problem, shape=(65, 328))
+    if name in ("strided", "offset"):
+        layout = {"strided": "transposed"}.get(name, name)
+        problem = dataclasses.replace(problem, layout=layout)
+    if name == "rank 3":
+        problem = dataclasses.replace(problem, shape=(3, 1024, 328), num_groups=8)
+    operands = problem.tensors("cuda")
+    assert not any("linear_" in found for found in kernels(lambda: problem.ours(*operands)))
+    assert torch.equal(problem.ours(*operands), problem.two(*operands))
+
+
+@needs_hopper
+@pytest.mark.parametrize("kernel", SIZES)
+def test_the_kernel_under_autocast(kernel: str) -> None:
+    problem = on_hopper(kernel, 128, torch.float32)
+    operands = problem.tensors("cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        output = problem.ours(*operands)
+        expected = problem.eager(*operands)
+        assert any(kernel in name for name in kernels(lambda: problem.ours(*operands)))
+    assert output.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
+
+
+@needs_hopper
+@pytest.mark.parametrize("kernel", SIZES)
+def test_the_kernel_in_a_stream_and_in_a_cuda_graph(kernel: str) -> None:
+    problem = on_hopper(kernel, 512)
+    operands = problem.tensors("cuda")
+    expected = problem.ours(*operands)
+    x, *rest = operands
+    assert x is not None
+    late = torch.zeros_like(x)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # whoever does not wait for the stream reads zeros
+            late.copy_(x)
+            output = problem.ours(late, *rest)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    assert torch.equal(output, expected)
+
+    late.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = problem.ours(late, *rest)
+    late.copy_(x)
+    graph.replay()
+    assert torch.equal(output, expected)
