@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -113,6 +114,61 @@ def fusions(channels_last: ops.ChannelsLast = "keep", *, alone: bool = False) ->
         ),
     )
     return rows if alone else rows[:-1]
+
+
+def take_linears_in(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
+    """Puts one operator in the place of ours and of the Linear that feeds it, in place.
+
+    Only where nothing else reads the Linear's result, and nothing happens between the two.
+
+    Args:
+        graph: A graph in which `apply` has replaced chains.
+        root: The module that the graph addresses.
+
+    Returns:
+        The Linears that are gone from the graph.
+    """
+    taken: list[fx.Node] = []
+    for call in list(graph.nodes):
+        if call.target is not ops.group_norm_activation:
+            continue
+        linear = call.args[0]
+        if not isinstance(linear, fx.Node) or set(linear.users) != {call}:
+            continue
+        reading = nodes.read(linear, root)
+        if reading is None or reading.operation != "linear" or _obstacle(reading, linear, root):
+            continue
+        if linear.op != "call_module" and linear.target is not F.linear:
+            continue  # an addmm takes biases that are no Linear's
+        # The layout of the result and the dtype of the norm alone are not the operator's to choose.
+        if not {"weight", "bias", "eps", "activation", "params", "verify_batch_size"}.issuperset(
+            call.kwargs
+        ):
+            continue
+        # What is written between the two, the Linear must not see.
+        node = linear.next
+        while node.op == "get_attr":
+            node = node.next
+        if node is not call:
+            continue
+        operands = [reading.arguments[name] for name in ("input", "weight", "bias")]
+        with graph.inserting_before(call):
+            operands = [
+                graph.create_node("get_attr", value.path) if isinstance(value, Attribute) else value
+                for value in operands
+            ]
+            whole = graph.call_function(
+                ops.linear_group_norm_activation,
+                (*operands, *call.args[1:]),
+                dict(call.kwargs),
+                type_expr=call.type,
+            )
+        whole.meta = dict(call.meta)
+        call.replace_all_uses_with(whole)
+        graph.erase_node(call)
+        graph.erase_node(linear)
+        taken.append(linear)
+    return taken
 
 
 # ---- the steps of a chain -------------------------------------------------------------------
