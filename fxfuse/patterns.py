@@ -7,6 +7,7 @@ To add an activation that the operator knows, add its spellings to `nodes` and i
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -190,8 +191,8 @@ class _Norm:
 
 
 def _group_norm(node: fx.Node, root: nn.Module) -> Part | None:
-    if node.op == "call_function" and _is_ours(node.target):
-        return _already_fused(node)
+    if node.op == "call_function" and (function := _ours(node.target)) is not None:
+        return _already_fused(node, function)
     reading = nodes.read(node, root)
     if reading is None or reading.operation != "group_norm" or reading.input is None:
         return None
@@ -219,15 +220,23 @@ def _has_its_sizes(reading: nodes.Reading) -> bool:
     return value is not None and nodes.same_sizes(value.shape[:2], told)
 
 
-def _is_ours(target: object) -> bool:
-    """Whether a function is ours: in Python, or the operator as exported programs have it."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return str(target).partition(".default")[0] == "fxfuse.group_norm_activation"
-    return target is ops.group_norm_activation
+_OURS = (ops.group_norm_activation, ops.linear_group_norm_activation)
 
 
-def _already_fused(node: fx.Node) -> Part:
-    names = ("input", "num_groups", "weight", "bias", "eps", "activation", "params")
+def _ours(target: object) -> Callable[..., Any] | None:
+    """Our function, where a target is that or its operator, as exported programs have it."""
+    for function in _OURS:
+        if target is function:
+            return function
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            name = str(target).partition(".default")[0]
+            if name == f"fxfuse.{function.__name__}":
+                return function
+    return None
+
+
+def _already_fused(node: fx.Node, function: Callable[..., Any]) -> Part:
+    names = inspect.signature(function).parameters
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     activation = _text(str(given.get("activation", "identity")), given.get("params", ()))
     return Part(
