@@ -4,7 +4,7 @@ from typing import Any
 
 from fxfuse.backend import fuse, inductor, report
 from fxfuse.library import library_path
-from fxfuse.ops import group_norm_activation
+from fxfuse.ops import group_norm_activation, linear_group_norm_activation
 from fxfuse.rewrite import FusionReport, Site
 from fxfuse.surgery import NotFusedError, explain, optimize, restore
 
@@ -18,6 +18,7 @@ __all__ = [
     "inductor",
     "inductor_pass",
     "library_path",
+    "linear_group_norm_activation",
     "optimize",
     "report",
     "restore",

@@ -161,6 +161,28 @@ def _fxfuse(row: Row) -> Function:
     return _whole(row, function)
 
 
+def _one_operator(row: Row) -> Function:
+    """The operator that takes the Linear in: one kernel where there is one, else the two."""
+    params = PARAMS[row.activation]
+
+    def function(
+        x: Tensor, linear_weight: Tensor, linear_bias: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        return ops.linear_group_norm_activation(
+            x,
+            linear_weight,
+            linear_bias,
+            row.num_groups,
+            weight,
+            bias,
+            EPS,
+            row.activation,
+            params,
+        )
+
+    return function
+
+
 def _inductor(row: Row) -> Function:
     compiled: Function = torch.compile(_eager(row), dynamic=False)
     return compiled
@@ -245,6 +267,8 @@ CONTENDERS = [
     Contender("apex graph", _apex, graph=True),
     Contender("fxfuse", _fxfuse, required=True),
     Contender("fxfuse graph", _fxfuse, graph=True, required=True),
+    Contender("fxfuse with Linear", _one_operator, required=True),
+    Contender("fxfuse with Linear graph", _one_operator, graph=True, required=True),
 ]
 
 
@@ -254,6 +278,8 @@ def _contenders(row: Row, settings: Settings) -> Iterator[Contender]:
         if contender.graph and settings.device.type != "cuda":
             continue
         if contender.inductor and not settings.inductor:
+            continue
+        if contender.make is _one_operator and row.in_features is None:
             continue
         if contender.make is _max_autotune and not (settings.max_autotune or row in quick):
             continue

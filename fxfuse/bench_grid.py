@@ -124,6 +124,13 @@ CHAIN_FULL = [
     *_rows((8192, 4096), 32, "hardtanh", MAIN, in_features=4096),
     *_rows((65536, 1024), 2, "hardtanh", MAIN, in_features=1024),
     *_rows((65536, 4096), 8, "hardtanh", MAIN, in_features=256),
+    # the Linear in the kernel: from long to short products, from large to small groups
+    *_rows((1024, 8192), 32, "hardtanh", HALF, in_features=8192),
+    *_rows((16384, 2048), 4, "hardtanh", MAIN, in_features=2048),
+    *_rows((65536, 1024), 16, "relu", MAIN, in_features=1024),
+    *_rows((65536, 2048), 4, "hardtanh", MAIN, in_features=512),
+    *_rows((65536, 4096), 32, "hardtanh", MAIN, in_features=256),
+    *_rows((65536, 4096), 16, "hardtanh", MAIN, in_features=128),
     *_rows((16384, 512), 32, "silu", (torch.float32, *HALF), in_features=512),
 ]
 GRIDS = {

@@ -69,6 +69,18 @@ class Recipe:
         return bool(self.architectures)
 
     @property
+    def targets(self) -> str:
+        """The architectures as the compiler is told them.
+
+        For 9.0 that is 9.0a, which has instructions that no other has. Code in PTX stays that of
+        9.0, because later GPUs do not take the other.
+        """
+        names = []
+        for name in re.split(r"[;\s]+", self.architectures):
+            names += {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}.get(name, [name])
+        return ";".join(names)
+
+    @property
     def files(self) -> list[Path]:
         """The translation units."""
         patterns = ["*.cpp", "cpu/*.cpp"] + (["cuda/*.cpp", "cuda/*.cu"] if self.cuda else [])
@@ -254,7 +266,7 @@ def _compile(what: Recipe, folder: Path, log: Path) -> Path:
         nvcc = find_nvcc()
         assert nvcc is not None
         environment["CUDA_HOME"] = str(Path(nvcc).parent.parent)
-        environment["TORCH_CUDA_ARCH_LIST"] = what.architectures
+        environment["TORCH_CUDA_ARCH_LIST"] = what.targets
     arguments = {
         "name": "fxfuse",
         "sources": [str(path) for path in what.files],

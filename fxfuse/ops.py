@@ -236,6 +236,114 @@ def _takes_residual(
     return input.dtype == residual.dtype and input.stride() == residual.stride()
 
 
+def linear_group_norm_activation(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    params: Sequence[float] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    verify_batch_size: bool = True,
+) -> Tensor:
+    r"""A Linear, group normalisation of its result and the activation after it, in one operator.
+
+    The same as :func:`torch.nn.functional.linear` followed by :func:`group_norm_activation`, which
+    are also what runs, except where no gradient is asked for and one kernel is faster than two: see
+    ``kernels/cuda/linear_plan.h``. That kernel does not round what lies between the two to the
+    input's dtype.
+
+    Args:
+        input: ``(N, in_features)``, or ``(N, C, *, in_features)``, floating-point.
+        linear_weight: ``(out_features, in_features)``, of the input's dtype.
+        linear_bias: ``(out_features)``, of the input's dtype, or None.
+        num_groups: Number of groups that dimension 1 of the Linear's result is cut into.
+        weight: One value for each channel, that is for each index of dimension 1, or None.
+        bias: The same.
+        eps: As for :func:`group_norm_activation`.
+        activation: As for :func:`group_norm_activation`.
+        params: As for :func:`group_norm_activation`.
+        dtype: Of the result; None for that of the Linear's. Statistics are float32 or wider.
+        verify_batch_size: As for :func:`group_norm_activation`.
+
+    Returns:
+        ``(N, out_features)``, or ``(N, C, *, out_features)``.
+
+    Raises:
+        ValueError: If there is one value per group and ``verify_batch_size`` is set.
+        RuntimeError: If an argument is not as described, or for an empty result that the installed
+            torch refuses.
+    """
+    tensors = input, linear_weight, linear_bias, weight, bias
+    if has_torch_function_variadic(*tensors):
+        result: Tensor = handle_torch_function(
+            linear_group_norm_activation,
+            tensors,
+            input,
+            linear_weight,
+            linear_bias,
+            num_groups,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            activation=activation,
+            params=params,
+            dtype=dtype,
+            verify_batch_size=verify_batch_size,
+        )
+        return result
+    # A subclass (DTensor, a quantised weight) has its own Linear and knows nothing of this one.
+    # Where there is no kernel, a compiler has better to do with a Linear than to leave it alone.
+    if (
+        not _has_linear_kernel(input.device)
+        or any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors)
+        or not (library.is_loaded() or library.load())
+    ):
+        return group_norm_activation(
+            F.linear(input, linear_weight, linear_bias),
+            num_groups,
+            weight,
+            bias,
+            eps,
+            activation,
+            params,
+            dtype=dtype,
+            verify_batch_size=verify_batch_size,
+        )
+    if input.dim() >= 2 and linear_weight.dim() == 2 and num_groups > 0:
+        size = (*input.size()[:-1], linear_weight.size(0))
+        _check_size(input, size, num_groups, eps, verify_batch_size)
+    output: Tensor = torch.ops.fxfuse.linear_group_norm_activation(
+        input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
+def may_have_linear_kernel() -> bool:
+    """Whether this machine may have a GPU with the kernel of `linear_group_norm_activation`."""
+    return torch.cuda.is_available()  # which, unlike a look at the GPU, does not initialise CUDA
+
+
+def _has_linear_kernel(device: torch.device) -> bool:
+    """Whether a device may have the kernel that computes a Linear too."""
+    if device not in _with_linear_kernel:
+        _with_linear_kernel[device] = (
+            device.type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability(device) == (9, 0)
+        )
+    return _with_linear_kernel[device]
+
+
+_with_linear_kernel: dict[torch.device, bool] = {}
+# Dynamo runs it instead of tracing it.
+_has_linear_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _check_size(
     like: Tensor, size: Sequence[int], num_groups: int, eps: float, verify_batch_size: bool
 ) -> None:
@@ -368,11 +476,30 @@ def _fake_add(
     return output
 
 
+def _fake_linear(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    params: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    output: Tensor = torch.ops.fxfuse._empty_linear_result(
+        input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
+    )
+    return output
+
+
 def _register_fakes() -> None:
     torch.library.register_fake("fxfuse::group_norm_activation", _fake_inference)
     torch.library.register_fake("fxfuse::group_norm_activation_forward", _fake_forward)
     torch.library.register_fake("fxfuse::group_norm_activation_backward", _fake_backward)
     torch.library.register_fake("fxfuse::group_norm_add_activation", _fake_add)
+    torch.library.register_fake("fxfuse::linear_group_norm_activation", _fake_linear)
 
 
 library.on_load(_register_fakes)

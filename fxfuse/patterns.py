@@ -7,12 +7,14 @@ To add an activation that the operator knows, add its spellings to `nodes` and i
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -135,6 +137,61 @@ def fusions(
     return tuple(rows)
 
 
+def take_linears_in(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
+    """Puts one operator in the place of ours and of the Linear that feeds it, in place.
+
+    Only where nothing else reads the Linear's result, and nothing happens between the two.
+
+    Args:
+        graph: A graph in which `apply` has replaced chains.
+        root: The module that the graph addresses.
+
+    Returns:
+        The Linears that are gone from the graph.
+    """
+    taken: list[fx.Node] = []
+    for call in list(graph.nodes):
+        if call.target is not ops.group_norm_activation:
+            continue
+        linear = call.args[0]
+        if not isinstance(linear, fx.Node) or set(linear.users) != {call}:
+            continue
+        reading = nodes.read(linear, root)
+        if reading is None or reading.operation != "linear" or _obstacle(reading, linear, root):
+            continue
+        if linear.op != "call_module" and linear.target is not F.linear:
+            continue  # an addmm takes biases that are no Linear's
+        # The layout of the result and the dtype of the norm alone are not the operator's to choose.
+        if not {"weight", "bias", "eps", "activation", "params", "verify_batch_size"}.issuperset(
+            call.kwargs
+        ):
+            continue
+        # What is written between the two, the Linear must not see.
+        node = linear.next
+        while node.op == "get_attr":
+            node = node.next
+        if node is not call:
+            continue
+        operands = [reading.arguments[name] for name in ("input", "weight", "bias")]
+        with graph.inserting_before(call):
+            operands = [
+                graph.create_node("get_attr", value.path) if isinstance(value, Attribute) else value
+                for value in operands
+            ]
+            whole = graph.call_function(
+                ops.linear_group_norm_activation,
+                (*operands, *call.args[1:]),
+                dict(call.kwargs),
+                type_expr=call.type,
+            )
+        whole.meta = dict(call.meta)
+        call.replace_all_uses_with(whole)
+        graph.erase_node(call)
+        graph.erase_node(linear)
+        taken.append(linear)
+    return taken
+
+
 # ---- the steps of a chain -------------------------------------------------------------------
 
 
@@ -154,8 +211,8 @@ class _Norm:
 
 
 def _group_norm(node: fx.Node, root: nn.Module) -> Part | None:
-    if node.op == "call_function" and _is_ours(node.target):
-        return _already_fused(node)
+    if node.op == "call_function" and (function := _ours(node.target)) is not None:
+        return _already_fused(node, function)
     reading = nodes.read(node, root)
     if reading is None or reading.operation != "group_norm" or reading.input is None:
         return None
@@ -183,20 +240,27 @@ def _has_its_sizes(reading: nodes.Reading) -> bool:
     return value is not None and nodes.same_sizes(value.shape[:2], told)
 
 
-def _is_ours(target: object) -> bool:
-    """Whether a function is ours: in Python, or the operator as exported programs have it."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return str(target).partition(".default")[0] in (
-            "fxfuse.group_norm_activation",
-            "fxfuse.group_norm_add_activation",
-        )
-    return target in (ops.group_norm_activation, ops.group_norm_add_activation)
+_OURS = (
+    ops.group_norm_activation,
+    ops.group_norm_add_activation,
+    ops.linear_group_norm_activation,
+)
 
 
-def _already_fused(node: fx.Node) -> Part:
-    adds = "_add_" in str(getattr(node.target, "__name__", node.target))
-    residual = ("residual",) if adds else ()
-    names = ("input", *residual, "num_groups", "weight", "bias", "eps", "activation", "params")
+def _ours(target: object) -> Callable[..., Any] | None:
+    """Our function, where a target is that or its operator, as exported programs have it."""
+    for function in _OURS:
+        if target is function:
+            return function
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            name = str(target).partition(".default")[0]
+            if name == f"fxfuse.{function.__name__}":
+                return function
+    return None
+
+
+def _already_fused(node: fx.Node, function: Callable[..., Any]) -> Part:
+    names = inspect.signature(function).parameters
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     activation = _text(str(given.get("activation", "identity")), given.get("params", ()))
     return Part(

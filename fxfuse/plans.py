@@ -64,13 +64,21 @@ class Variant:
     inlined: tuple[str, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, trace: tracing.Trace, sites: list[Site]) -> Variant:
-        """The variant of a module whose graph was rewritten at the given sites."""
+    def of(
+        cls, module: nn.Module, trace: tracing.Trace, sites: list[Site], taken: list[fx.Node]
+    ) -> Variant:
+        """The variant of a module whose graph was rewritten.
+
+        Args:
+            module: The module.
+            trace: Its graph.
+            sites: What was replaced there.
+            taken: The Linears that were taken in.
+        """
+        chains = (site.match.nodes for site in sites if site.match is not None)
         replaced = {
             str(node.target): module.get_submodule(str(node.target))
-            for site in sites
-            if site.match is not None
-            for node in site.match.nodes
+            for node in itertools.chain(*chains, taken)
             if node.op == "call_module"
         }
         fused = (guards.Replaced.fused(guards.Path(p), m) for p, m in replaced.items())
@@ -247,7 +255,10 @@ class Plan:
             outcome.opens = bounds.opens(module, trace.graph)
             sites = rewrite.apply(trace.graph, module, bounds.table, judge=self._judge(module))
             if any(site.match for site in sites):
-                self.graphs[mode][situation] = Variant.of(module, trace, sites)
+                # Not after a verification, which compares the chains without their Linears.
+                taking = self.checks is None and ops.may_have_linear_kernel()
+                taken = patterns.take_linears_in(trace.graph, module) if taking else []
+                self.graphs[mode][situation] = Variant.of(module, trace, sites, taken)
         except Untraceable as error:
             outcome.refusal = error.refusal
             return outcome, None
@@ -322,6 +333,8 @@ class Plan:
         """
         if measure:
             self.checks = {}
+            if ops.may_have_linear_kernel():
+                self.learn_again(module)  # without what the comparison leaves out
 
         def forward(around: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run, given = type(around).forward, args

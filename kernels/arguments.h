@@ -63,19 +63,32 @@ inline const ActivationRow& find_activation(const char* op, c10::string_view nam
 
 inline bool defined(const MaybeTensor& t) { return t.has_value() && t->defined(); }
 
+// What the checks ask about the tensor that is normalised, which a kernel may never write.
+struct Normalized {
+  int64_t dim;
+  c10::SymInt channels;
+  at::ScalarType dtype;
+  at::Device device;
+
+  Normalized(const Tensor& t)  // every check takes the tensor itself too
+      : dim(t.dim()),
+        channels(dim < 2 ? c10::SymInt(0) : t.sym_size(1)),
+        dtype(t.scalar_type()),
+        device(t.device()) {}
+};
+
 // Eager's rule, which depends on the device: CPU group_norm takes float32 weights beside a 16-bit
 // input, CUDA group_norm does not.  With an explicit dtype the affine parameters are read in their
 // own, as long as that is not wider than the result's.
 inline void check_affine(const char* op, const char* name, const MaybeTensor& affine,
-                         const Tensor& input, at::ScalarType output_dtype) {
+                         const Normalized& input, at::ScalarType output_dtype) {
   if (!defined(affine)) return;
-  TORCH_CHECK(affine->dim() == 1 && affine->sym_size(0) == input.sym_size(1), "fxfuse.", op,
-              ": expected ", name, " of shape [", input.sym_size(1), "], got ",
-              affine->sym_sizes());
-  TORCH_CHECK(affine->device() == input.device(), "fxfuse.", op, ": expected ", name, " on ",
-              input.device(), ", got ", affine->device());
-  const at::ScalarType dtype = affine->scalar_type(), from = input.scalar_type();
-  const bool mixed = is_half_type(from) && dtype == at::kFloat && input.device().is_cpu();
+  TORCH_CHECK(affine->dim() == 1 && affine->sym_size(0) == input.channels, "fxfuse.", op,
+              ": expected ", name, " of shape [", input.channels, "], got ", affine->sym_sizes());
+  TORCH_CHECK(affine->device() == input.device, "fxfuse.", op, ": expected ", name, " on ",
+              input.device, ", got ", affine->device());
+  const at::ScalarType dtype = affine->scalar_type(), from = input.dtype;
+  const bool mixed = is_half_type(from) && dtype == at::kFloat && input.device.is_cpu();
   const bool converting =
       output_dtype != from && at::isFloatingType(dtype) &&
       (dtype != at::kDouble || output_dtype == at::kDouble || from == at::kDouble);
@@ -105,26 +118,26 @@ struct CheckedActivation {
 };
 
 // Raises for bad arguments; works on fake tensors with symbolic sizes too.
-inline CheckedActivation check_arguments(const char* op, const Tensor& input, int64_t num_groups,
-                                         const MaybeTensor& weight, const MaybeTensor& bias,
-                                         c10::string_view activation, at::ArrayRef<double> params,
-                                         MaybeDtype dtype) {
-  TORCH_CHECK(input.dim() >= 2, "fxfuse.", op, ": expected input of 2 or more dimensions, got ",
-              input.dim());
-  TORCH_CHECK(at::isFloatingType(input.scalar_type()), "fxfuse.", op,
-              ": expected a floating-point input, got ", input.scalar_type());
-  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+inline CheckedActivation check_arguments(const char* op, const Normalized& input,
+                                         int64_t num_groups, const MaybeTensor& weight,
+                                         const MaybeTensor& bias, c10::string_view activation,
+                                         at::ArrayRef<double> params, MaybeDtype dtype) {
+  TORCH_CHECK(input.dim >= 2, "fxfuse.", op, ": expected input of 2 or more dimensions, got ",
+              input.dim);
+  TORCH_CHECK(at::isFloatingType(input.dtype), "fxfuse.", op,
+              ": expected a floating-point input, got ", input.dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.dtype);
   TORCH_CHECK(at::isFloatingType(output_dtype), "fxfuse.", op,
               ": expected a floating-point dtype, got ", output_dtype);
   TORCH_CHECK(num_groups >= 1, "fxfuse.", op, ": expected num_groups of 1 or more, got ",
               num_groups);
-  TORCH_CHECK(input.sym_size(1) % num_groups == 0, "fxfuse.", op,
-              ": expected num_groups to divide the number of channels, ", input.sym_size(1),
-              ", got ", num_groups);
+  TORCH_CHECK(input.channels % num_groups == 0, "fxfuse.", op,
+              ": expected num_groups to divide the number of channels, ", input.channels, ", got ",
+              num_groups);
   check_affine(op, "weight", weight, input, output_dtype);
   check_affine(op, "bias", bias, input, output_dtype);
   TORCH_CHECK(!defined(weight) || !defined(bias) || weight->scalar_type() == bias->scalar_type() ||
-                  output_dtype != input.scalar_type(),
+                  output_dtype != input.dtype,
               "fxfuse.", op, ": expected weight and bias of one dtype, got ", weight->scalar_type(),
               " and ", bias->scalar_type());
 
@@ -138,11 +151,40 @@ inline CheckedActivation check_arguments(const char* op, const Tensor& input, in
   for (size_t i = 0; i < row.num_params; ++i) {
     TORCH_CHECK(!bounds || !std::isnan(params[i]), "fxfuse.", op,
                 ": expected bounds that are numbers, got nan");
-    result.params[i] = round_param(params[i], param_dtype, input.device().is_cpu());
+    result.params[i] = round_param(params[i], param_dtype, input.device.is_cpu());
   }
   TORCH_CHECK(row.functor != kHardtanh || row.num_params == 0 || params[0] <= params[1], "fxfuse.",
               op, ": expected min_val <= max_val, got ", params);
   return result;
+}
+
+// The same for a Linear ahead of the norm, whose result (*, channels) is what is normalised.
+// Eager's Linear takes a few more shapes, of which no module makes use.
+inline CheckedActivation check_linear_arguments(const char* op, const Tensor& input,
+                                                const Tensor& linear_weight,
+                                                const MaybeTensor& linear_bias, int64_t num_groups,
+                                                const MaybeTensor& weight, const MaybeTensor& bias,
+                                                c10::string_view activation,
+                                                at::ArrayRef<double> params, MaybeDtype dtype) {
+  Normalized result(input);
+  TORCH_CHECK(input.dim() >= 2, "fxfuse.", op, ": expected input of 2 or more dimensions, got ",
+              input.dim());
+  TORCH_CHECK(linear_weight.dim() == 2 && linear_weight.sym_size(1) == input.sym_size(-1),
+              "fxfuse.", op, ": expected linear_weight of shape [channels, ", input.sym_size(-1),
+              "], got ", linear_weight.sym_sizes());
+  TORCH_CHECK(!defined(linear_bias) || (linear_bias->dim() == 1 &&
+                                        linear_bias->sym_size(0) == linear_weight.sym_size(0)),
+              "fxfuse.", op, ": expected linear_bias of shape [", linear_weight.sym_size(0),
+              "], got ", linear_bias->sym_sizes());
+  const auto check_like_input = [&](const char* name, const Tensor& given) {
+    TORCH_CHECK(given.scalar_type() == result.dtype && given.device() == result.device, "fxfuse.",
+                op, ": expected ", name, " of dtype ", result.dtype, " on ", result.device,
+                ", got ", given.scalar_type(), " on ", given.device());
+  };
+  check_like_input("linear_weight", linear_weight);
+  if (defined(linear_bias)) check_like_input("linear_bias", *linear_bias);
+  if (input.dim() == 2) result.channels = linear_weight.sym_size(0);
+  return check_arguments(op, result, num_groups, weight, bias, activation, params, dtype);
 }
 
 // ---- layout ------------------------------------------------------------------------------
@@ -201,38 +243,64 @@ struct Operands {
   at::ScalarType affine_dtype;
 };
 
-inline Operands fill(Problem& p, const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
-                     const MaybeTensor& bias, double eps, const CheckedActivation& activation,
-                     at::ScalarType output_dtype) {
-  const at::ScalarType dtype = kernel_dtype(input, output_dtype),
-                       accumulate = accumulate_type(dtype);
-  const at::MemoryFormat format = result_format(input);
-  Operands o;
-  o.input = input.to(dtype).contiguous(format);
+// The activation and the affine parameters, which are of the input's dtype or the accumulate type.
+inline void fill_rest(Problem& p, Operands& o, at::ScalarType dtype, int64_t num_groups,
+                      const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                      const CheckedActivation& activation) {
   const auto is = [](const MaybeTensor& t, at::ScalarType type) {
     return !defined(t) || t->scalar_type() == type;
   };
-  o.affine_dtype = is(weight, dtype) && is(bias, dtype) ? dtype : accumulate;
+  o.affine_dtype = is(weight, dtype) && is(bias, dtype) ? dtype : accumulate_type(dtype);
   if (defined(weight)) o.weight = weight->to(o.affine_dtype).contiguous();
   if (defined(bias)) o.bias = bias->to(o.affine_dtype).contiguous();
-
-  p.device = input.device().has_index() ? input.device().index() : 0;
-  p.batch = input.size(0);
-  p.channels = input.size(1);
-  p.spatial = c10::multiply_integers(input.sizes().slice(2));
   p.num_groups = num_groups;
-  p.channels_last = format != at::MemoryFormat::Contiguous && p.spatial > 1 && p.channels > 1;
   p.eps = eps;
   p.activation = activation.functor;
   p.params[0] = activation.params[0];
   p.params[1] = activation.params[1];
   p.dtype = to_dtype(dtype);
-  p.output_dtype =
-      dtype == input.scalar_type() && is_half_type(dtype) ? to_dtype(output_dtype) : p.dtype;
   p.affine_dtype = to_dtype(o.affine_dtype);
   p.input = o.input.const_data_ptr();
   p.weight = o.weight.defined() ? o.weight.const_data_ptr() : nullptr;
   p.bias = o.bias.defined() ? o.bias.const_data_ptr() : nullptr;
+}
+
+inline int device_index(const Tensor& t) { return t.device().has_index() ? t.device().index() : 0; }
+
+inline Operands fill(Problem& p, const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
+                     const MaybeTensor& bias, double eps, const CheckedActivation& activation,
+                     at::ScalarType output_dtype) {
+  const at::ScalarType dtype = kernel_dtype(input, output_dtype);
+  const at::MemoryFormat format = result_format(input);
+  Operands o;
+  o.input = input.to(dtype).contiguous(format);
+  p.device = device_index(input);
+  p.batch = input.size(0);
+  p.channels = input.size(1);
+  p.spatial = c10::multiply_integers(input.sizes().slice(2));
+  p.channels_last = format != at::MemoryFormat::Contiguous && p.spatial > 1 && p.channels > 1;
+  fill_rest(p, o, dtype, num_groups, weight, bias, eps, activation);
+  p.output_dtype =
+      dtype == input.scalar_type() && is_half_type(dtype) ? to_dtype(output_dtype) : p.dtype;
+  return o;
+}
+
+// Of contiguous 16-bit rows, for a result of their dtype or float32.
+inline Operands fill_linear(LinearForward& p, const Tensor& input, const Tensor& linear_weight,
+                            const MaybeTensor& linear_bias, int64_t num_groups,
+                            const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                            const CheckedActivation& activation, at::ScalarType output_dtype) {
+  Operands o;
+  o.input = input;
+  p.device = device_index(input);
+  p.batch = input.size(0);
+  p.channels = linear_weight.size(0);
+  p.spatial = 1;
+  p.features = input.size(1);
+  fill_rest(p, o, input.scalar_type(), num_groups, weight, bias, eps, activation);
+  p.output_dtype = to_dtype(output_dtype);
+  p.linear_weight = linear_weight.const_data_ptr();
+  p.linear_bias = defined(linear_bias) ? linear_bias->const_data_ptr() : nullptr;
   return o;
 }
 

@@ -59,6 +59,15 @@ struct Forward : Problem {
   const void* residual;
 };
 
+// With a Linear ahead of the GroupNorm: what is normalised is x W^T + b, a row of `channels` values
+// for each row of x, which are in no memory.  spatial is 1, and `input` is x, (batch, features).
+struct LinearForward : Problem {
+  int64_t features;
+  const void* linear_weight;  // W, (channels, features), of dtype
+  const void* linear_bias;    // b, (channels), of dtype, or null for 0
+  void* output;               // (batch, channels)
+};
+
 struct Backward : Problem {
   const void* grad_output;
   const void* mean;  // as saved by Forward

@@ -33,6 +33,7 @@ constexpr char kOp[] = "group_norm_activation";
 constexpr char kForwardOp[] = "group_norm_activation_forward";
 constexpr char kBackwardOp[] = "group_norm_activation_backward";
 constexpr char kAddOp[] = "group_norm_add_activation";
+constexpr char kLinearOp[] = "linear_group_norm_activation";
 
 // ---- composition of ATen operators -------------------------------------------------------
 
@@ -376,6 +377,54 @@ using CpuKernels = Kernels<cpu::forward, cpu::backward>;
 using CudaKernels = Kernels<cuda::run_forward, cuda::run_backward>;
 #endif
 
+// ---- the Linear ahead of the norm --------------------------------------------------------
+
+// The two operators one after the other: what the fused one means.  Above autograd, autocast or a
+// transform of torch.func it has their derivatives and rules, below them it is only the values.
+Tensor linear_composition(const Tensor& input, const Tensor& linear_weight,
+                          const MaybeTensor& linear_bias, int64_t num_groups,
+                          const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                          c10::string_view activation, at::ArrayRef<double> params,
+                          MaybeDtype dtype) {
+  check_linear_arguments(kLinearOp, input, linear_weight, linear_bias, num_groups, weight, bias,
+                         activation, params, dtype);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::group_norm_activation", "")
+                             .typed<decltype(inference_default)>();
+  return op.call(at::linear(input, linear_weight, linear_bias), num_groups, weight, bias, eps,
+                 activation, params, dtype);
+}
+
+#ifdef FXFUSE_CUDA
+// In one kernel, where one serves rows as they lie in memory.  A copy of x or W would cost what it
+// saves, and the matrix product of torch needs none.
+Tensor linear_cuda(const Tensor& input, const Tensor& linear_weight, const MaybeTensor& linear_bias,
+                   int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias,
+                   double eps, c10::string_view activation, at::ArrayRef<double> params,
+                   MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_linear_arguments(kLinearOp, input, linear_weight, linear_bias, num_groups, weight, bias,
+                             activation, params, dtype);
+  const at::ScalarType output_dtype = dtype.value_or(input.scalar_type());
+  const bool in_rows = input.dim() == 2 && input.is_contiguous() && linear_weight.is_contiguous() &&
+                       (!defined(linear_bias) || linear_bias->is_contiguous());
+  const bool writes = output_dtype == at::kFloat || output_dtype == input.scalar_type();
+  if (in_rows && writes && is_half_type(input.scalar_type()) && has_kernel(input)) {
+    LinearForward p{};
+    const Operands operands = fill_linear(p, input, linear_weight, linear_bias, num_groups, weight,
+                                          bias, eps, f, output_dtype);
+    if (cuda::is_served(p)) {
+      const Tensor output = at::empty({p.batch, p.channels}, input.options().dtype(output_dtype));
+      p.output = output.data_ptr();
+      cuda::run_linear(p);
+      return output;
+    }
+  }
+  return linear_composition(input, linear_weight, linear_bias, num_groups, weight, bias, eps,
+                            activation, params, dtype);
+}
+#endif
+
 // ---- what a fake tensor needs ------------------------------------------------------------
 
 // The same checks and the same result, without a value: the fake kernels call it, so that the real
@@ -398,6 +447,18 @@ Tensor empty_add_result(const Tensor& input, const Tensor& residual, int64_t num
       check_add(input, residual, num_groups, weight, bias, activation, params, dtype);
   const Tensor y = empty_result(input, dtype.value_or(input.scalar_type()), kIdentity);
   return activate(y.add(residual), f);
+}
+
+Tensor empty_linear_result(const Tensor& input, const Tensor& linear_weight,
+                           const MaybeTensor& linear_bias, int64_t num_groups,
+                           const MaybeTensor& weight, const MaybeTensor& bias, double /*eps*/,
+                           c10::string_view activation, at::ArrayRef<double> params,
+                           MaybeDtype dtype) {
+  const CheckedActivation f =
+      check_linear_arguments(kLinearOp, input, linear_weight, linear_bias, num_groups, weight, bias,
+                             activation, params, dtype);
+  const Tensor normalized = at::linear(input, linear_weight, linear_bias);
+  return empty_result(normalized, dtype.value_or(normalized.scalar_type()), f.functor);
 }
 
 // ---- autograd ----------------------------------------------------------------------------
@@ -512,6 +573,26 @@ Tensor add_autograd(const Tensor& input, const Tensor& residual, int64_t num_gro
   return op.call(input, residual, num_groups, weight, bias, eps, activation, params, dtype);
 }
 
+// One kernel keeps nothing for a backward: where a derivative will be asked for, the two operators
+// run, each with its own.
+Tensor linear_autograd(const Tensor& input, const Tensor& linear_weight,
+                       const MaybeTensor& linear_bias, int64_t num_groups,
+                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                       c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+  const MaybeTensor operands[] = {input, linear_weight, linear_bias, weight, bias};
+  for (const MaybeTensor& t : operands) {
+    if (has_forward_grad(t) || (at::GradMode::is_enabled() && requires_grad(t)))
+      return linear_composition(input, linear_weight, linear_bias, num_groups, weight, bias, eps,
+                                activation, params, dtype);
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::linear_group_norm_activation", "")
+                             .typed<decltype(linear_composition)>();
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation,
+                 params, dtype);
+}
+
 // ---- autocast ----------------------------------------------------------------------------
 
 // CUDA autocast runs group_norm in float32.  A 16-bit input is read as it is and the result written
@@ -548,6 +629,29 @@ Tensor add_autocast_cuda(const Tensor& input, const Tensor& residual, int64_t nu
   if (is_half_type(input.scalar_type()))
     return op.call(input, wide, num_groups, weight, bias, eps, activation, params, at::kFloat);
   return op.call(cached_cast(at::kFloat, input), wide, num_groups, cached_cast(at::kFloat, weight),
+                 cached_cast(at::kFloat, bias), eps, activation, params, dtype);
+}
+
+// Autocast runs the Linear in its 16-bit type.  The norm then runs in that on the CPU, and in
+// float32 on CUDA.
+template <c10::DispatchKey kAutocast, c10::DeviceType kDevice>
+Tensor linear_autocast(const Tensor& input, const Tensor& linear_weight,
+                       const MaybeTensor& linear_bias, int64_t num_groups,
+                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                       c10::string_view activation, at::ArrayRef<double> params, MaybeDtype dtype) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fxfuse::linear_group_norm_activation", "")
+                             .typed<decltype(linear_composition)>();
+  using at::autocast::cached_cast;
+  const at::ScalarType low = at::autocast::get_autocast_dtype(kDevice);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
+  const Tensor x = cached_cast(low, input, kDevice), w = cached_cast(low, linear_weight, kDevice);
+  const MaybeTensor b = cached_cast(low, linear_bias, kDevice);
+  if (kDevice == at::kCPU || dtype.has_value())
+    return op.call(x, w, b, num_groups, weight, bias, eps, activation, params, dtype);
+  if (is_half_type(x.scalar_type()))
+    return op.call(x, w, b, num_groups, weight, bias, eps, activation, params, at::kFloat);
+  return op.call(x, w, b, num_groups, cached_cast(at::kFloat, weight),
                  cached_cast(at::kFloat, bias), eps, activation, params, dtype);
 }
 
@@ -588,6 +692,14 @@ TORCH_LIBRARY(fxfuse, m) {
       "_empty_results(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, str "
       "activation, "
       "float[] params, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_group_norm_activation(Tensor input, Tensor linear_weight, Tensor? linear_bias, int "
+      "num_groups, Tensor? weight, Tensor? bias, float eps, str activation, float[] params, "
+      "ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "_empty_linear_result(Tensor input, Tensor linear_weight, Tensor? linear_bias, int "
+      "num_groups, Tensor? weight, Tensor? bias, float eps, str activation, float[] params, "
+      "ScalarType? dtype=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, CompositeExplicitAutograd, m) {
@@ -595,11 +707,13 @@ TORCH_LIBRARY_IMPL(fxfuse, CompositeExplicitAutograd, m) {
   m.impl(kForwardOp, forward_default);
   m.impl(kBackwardOp, backward_default);
   m.impl(kAddOp, add_composition);
+  m.impl(kLinearOp, linear_composition);
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, CompositeImplicitAutograd, m) {
   m.impl("_empty_results", empty_results);
   m.impl("_empty_add_result", empty_add_result);
+  m.impl("_empty_linear_result", empty_linear_result);
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { CpuKernels::bind(m); }
@@ -608,6 +722,7 @@ TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { CpuKernels::bind(m); }
 TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) {
   CudaKernels::bind(m);
   m.impl(kAddOp, CudaKernels::add);
+  m.impl(kLinearOp, linear_cuda);
 }
 #endif
 
@@ -616,17 +731,24 @@ TORCH_LIBRARY_IMPL(fxfuse, Autograd, m) {
   m.impl(kAddOp, add_autograd);
   m.impl(kForwardOp, torch::autograd::autogradNotImplementedFallback());
   m.impl(kBackwardOp, torch::autograd::autogradNotImplementedFallback());
+  m.impl(kLinearOp, linear_autograd);
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, AutocastCUDA, m) {
   m.impl(kOp, autocast_cuda);
   m.impl(kAddOp, add_autocast_cuda);
+  m.impl(kLinearOp, linear_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>);
+}
+
+TORCH_LIBRARY_IMPL(fxfuse, AutocastCPU, m) {
+  m.impl(kLinearOp, linear_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>);
 }
 
 // torch.func, which refuses an autograd formula in C++, sees eager's operators instead.
 TORCH_LIBRARY_IMPL(fxfuse, FuncTorchDynamicLayerFrontMode, m) {
   m.impl(kOp, eager);
   m.impl(kAddOp, add_composition);
+  m.impl(kLinearOp, linear_composition);
 }
 
 }  // namespace fxfuse

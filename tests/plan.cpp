@@ -1,7 +1,8 @@
-// The plans of the CUDA kernels (kernels/cuda/forward_plan.h, backward_plan.h) for test_plan.py,
+// The plans of the CUDA kernels (kernels/cuda/forward_plan.h, backward_plan.h, linear_plan.h) for test_plan.py,
 // which compiles this file: their names, and what every plan must keep for its kernel to be right.
 #include "cuda/backward_plan.h"
 #include "cuda/forward_plan.h"
+#include "cuda/linear_plan.h"
 
 using namespace fxfuse;
 using namespace fxfuse::cuda;
@@ -147,18 +148,51 @@ const char* fault(const Backward& p, const BackwardPlan& plan) {
   return nullptr;
 }
 
+const char* fault(const LinearForward& p, const LinearPlan& plan) {
+  using Way = LinearPlan::Way;
+  if (plan.way == Way::kNone) return nullptr;
+  const LinearTiling& t = plan.tiling;
+  const bool stays = plan.way == Way::kStationary;
+  MUST(plan.gpu.wgmma && (p.dtype == kHalf || p.dtype == kBFloat16));
+  MUST(p.output_dtype == kFloat || p.affine_dtype == p.dtype);
+  MUST(aligned(p.input, p.linear_weight, p.linear_bias, p.weight, p.bias));
+  MUST(p.features % 8 == 0 && p.channels % 32 == 0);
+  MUST(int64_t(plan.group) * p.num_groups == p.channels && 512 % plan.group == 0);
+  // Whole groups in the columns of a cluster, and all of the output in its tiles.
+  const bool pair = plan.group > kTileColumns;
+  const int64_t columns = pair ? 512 : 256, rows = stays ? 64 : pair ? 128 : 256;
+  MUST(plan.cluster == (stays && !pair ? 1 : 2));
+  MUST(columns % plan.group == 0 && t.column_tiles * columns >= p.channels);
+  MUST(t.row_tiles * rows >= p.batch && int64_t(t.row_tiles) * t.column_tiles == t.tiles);
+  MUST(int64_t(t.steps) * kStepColumns >= p.features && (!stays || t.steps <= 4));
+  MUST(t.band >= 1 && plan.clusters >= 1 && plan.clusters <= t.tiles);
+  MUST(int64_t(plan.clusters) <= plan.gpu.resident(plan.cluster, 1));
+  return nullptr;
+}
+
 }  // namespace
 
 extern "C" {
 
 size_t size_of(int what) {
-  return what == 0 ? sizeof(Forward) : what == 1 ? sizeof(Backward) : sizeof(Gpu);
+  const size_t sizes[] = {sizeof(Forward), sizeof(Backward), sizeof(Gpu), sizeof(LinearForward)};
+  return sizes[what];
 }
 
 const char* forward_name(const Forward* p, const Gpu* gpu) { return plan_name(*p, *gpu); }
 const char* backward_name(const Backward* p, const Gpu* gpu) { return plan_name(*p, *gpu); }
 
+const char* linear_name(const LinearForward* p, const Gpu* gpu) {
+  return plan_name(*p, *gpu);
+}
+const char* linear_reason(const LinearForward* p, const Gpu* gpu) {
+  return LinearPlan(*p, *gpu).reason;
+}
+
 // What is wrong with the plan; null if nothing is.
+const char* linear_fault(const LinearForward* p, const Gpu* gpu, bool judged) {
+  return fault(*p, LinearPlan(*p, *gpu, judged));
+}
 const char* forward_fault(const Forward* p, const Gpu* gpu) {
   return fault(*p, ForwardPlan(*p, *gpu));
 }

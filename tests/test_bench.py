@@ -61,9 +61,9 @@ def check_figures(figures: dict, contenders: set[str]) -> None:
                     assert ratios["bandwidth"] == pytest.approx(moved / figures["bandwidth"])
 
 
-def present(device: torch.device) -> set[str]:
-    graphs = {"eager graph", "fxfuse graph"} if device.type == "cuda" else set()
-    return {"eager", "fxfuse"} | graphs
+def present(device: torch.device, chain: bool = False) -> set[str]:
+    names = {"eager", "fxfuse", *(["fxfuse with Linear"] if chain else [])}
+    return names | {f"{name} graph" for name in names if device.type == "cuda"}
 
 
 # ---- the grid -------------------------------------------------------------------------------
@@ -103,6 +103,7 @@ def test_the_quick_grid_is_part_of_the_full_one(chain):
     quick, full = bench_grid.GRIDS["quick", chain], bench_grid.GRIDS["full", chain]
     assert set(quick) < set(full)
     assert len(quick) <= 10
+    assert len({row.name for row in full}) == len(full) >= 24
     assert all((row.in_features is not None) == chain for row in full)
 
 
@@ -140,7 +141,7 @@ def test_bench_writes_only_json_to_stdout_if_asked(device, option):
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert len(figures["rows"]) == (2 if option == "--backward" else 1)
-    check_figures(figures, present(device))
+    check_figures(figures, present(device, chain=option == "--chain"))
     assert "geometric mean" in result.stderr
 
 

@@ -1114,6 +1114,18 @@ def test_fused_module_is_a_graph_module_like_any_other(
     assert_same(other, model, torch.randn(3, 4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_linear_that_was_taken_in_is_reported_as_fused(operator: bool) -> None:
+    fused = trace(chain())
+    fuse(fused)
+    assert patterns.take_linears_in(fused.graph, fused)
+    (call,) = (n for n in fused.graph.nodes if n.target is ops.linear_group_norm_activation)
+    if operator:
+        call.target = torch.ops.fxfuse.linear_group_norm_activation.default
+    (site,) = fuse(fused).sites
+    assert (site.code, site.norm) == ("already_fused", f"GroupNorm({call.args[3]})")
+
+
 def test_dropout_beside_a_match_still_drops() -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         return F.dropout(F.relu(m.norm(x)), 0.5, training=m.training)

@@ -286,6 +286,20 @@ def test_case_41_cuda_is_built_only_for_a_gpu_or_a_list(
     assert not library.recipe().cuda
 
 
+@pytest.mark.parametrize(
+    ("listed", "targets"),
+    [
+        ("8.0;9.0", "8.0;9.0a"),
+        ("9.0 10.0+PTX", "9.0a;10.0+PTX"),
+        ("9.0+PTX", "9.0a;9.0+PTX"),
+        ("9.0a;12.0", "9.0a;12.0"),
+        ("8.9", "8.9"),
+    ],
+)
+def test_hopper_is_compiled_for_with_all_its_instructions(listed: str, targets: str) -> None:
+    assert library.Recipe(Path(), listed).targets == targets
+
+
 # ---- what a cached library depends on -------------------------------------------------------
 
 

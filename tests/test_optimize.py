@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import nodes, tracing
+from fxfuse import nodes, ops, tracing
 from fxfuse.surgery import _PLAN
 
 
@@ -111,7 +111,8 @@ def test_fuses_and_leaves_the_given_model_alone() -> None:
         assert_same(model[name], optimized[name], inputs())
 
 
-def test_replaced_nodes_are_gone() -> None:
+def test_replaced_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "may_have_linear_kernel", lambda: False)
     code = vars(fxfuse.optimize(Block()))[_PLAN].code
     assert "self.norm(" not in code
     assert "self.act(" not in code
@@ -1223,6 +1224,122 @@ def test_every_kind_of_hook_added_later_runs_the_original(kind: str, place: str)
     assert runs(optimized, inputs())
 
 
+# ---- the Linear ahead of the norm -----------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with the kernel that takes a Linear in: nothing there needs a GPU."""
+    monkeypatch.setattr(ops, "may_have_linear_kernel", lambda: True)
+    monkeypatch.setattr(ops, "_with_linear_kernel", {torch.device("cpu"): True})
+
+
+def takes(model: nn.Module, **arguments: Any) -> bool:
+    """Whether the Linear is taken in; the model does the same in any case."""
+    optimized = fxfuse.optimize(model, **arguments)
+    assert fused(optimized) == 1
+    assert runs(optimized, inputs())
+    assert_same(model, optimized, inputs())
+    code: str = vars(optimized)[_PLAN].code
+    return "linear_group_norm_activation(" in code
+
+
+class Calls(nn.Module):
+    """The chain as calls of functions, with a call of another in between."""
+
+    def __init__(self, between: Any = lambda x, y, weight: None, linear: Any = F.linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 12), requires_grad=False)
+        self.gamma = nn.Parameter(torch.randn(12))
+        self.between, self.linear = between, linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        y = self.linear(x, self.weight)
+        self.between(x, y, self.weight)
+        return F.hardtanh(F.group_norm(y, 4, self.gamma), -0.5, 0.5)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_is_taken_in() -> None:
+    assert takes(Block())
+    assert takes(sequential())
+    assert takes(Calls())
+    model = sequential()
+    model[0] = nn.Linear(12, 12, bias=False)
+    assert takes(model)
+    code = vars(fxfuse.optimize(Block()))[_PLAN].code
+    assert "self.linear(" not in code
+    assert "self.linear.weight" in code
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_is_not_taken_in_where_that_would_show() -> None:
+    assert not takes(Calls(lambda x, y, weight: x.add_(1)))
+    assert not takes(Calls(linear=lambda x, weight: torch.addmm(x, x, weight.t())))
+    assert not takes(sequential(), channels_last="eager")
+    assert not takes(sequential(), example_inputs=(inputs(),), verify=True)
+
+    class Twice(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            y = self.linear(x)
+            return self.act(self.norm(y)) + y
+
+    class Sub(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    assert not takes(Twice())
+    for change in (
+        lambda m: m.linear.register_forward_hook(lambda m, a, y: y + 1),
+        lambda m: setattr(m, "linear", Sub(12, 12)),
+        lambda m: nn.utils.parametrizations.weight_norm(m.linear),
+    ):
+        model = Block()
+        change(model)
+        assert not takes(model)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_that_was_taken_in_may_still_change() -> None:
+    model = Block()
+    optimized = fxfuse.optimize(model)
+    seen: list[str] = []
+    handle = optimized.linear.register_forward_hook(lambda m, a, y: seen.append("hook"))
+    assert not runs(optimized, inputs())
+    optimized(inputs())
+    assert seen
+    handle.remove()
+    assert runs(optimized, inputs())
+    with torch.no_grad():
+        optimized.linear.weight.mul_(2)  # the same tensor as the model's
+    torch.testing.assert_close(optimized(inputs()), model(inputs()))
+    optimized.linear.bias = model.linear.bias = None
+    torch.testing.assert_close(optimized(inputs()), model(inputs()))
+    optimized.linear = model.linear = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+    assert not runs(optimized, inputs())
+    torch.testing.assert_close(optimized(inputs()), model(inputs()))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_that_was_taken_in_trains_saves_and_compiles() -> None:
+    model = Block()
+    optimized = fxfuse.optimize(model)
+    assert list(optimized.state_dict()) == list(model.state_dict())
+    again = pickle.loads(pickle.dumps(optimized))
+    torch.testing.assert_close(again(inputs()), model(inputs()))
+    compiled = torch.compile(optimized, backend="aot_eager", fullgraph=True)
+    for x in (inputs(), inputs().requires_grad_()):
+        torch.testing.assert_close(compiled(x), model(x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(inputs()), model(inputs()))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = optimized(inputs()), model(inputs())
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+    torch._dynamo.reset()
+
+
 def test_guards_cost_little() -> None:
     optimized = fxfuse.optimize(sequential())
     plan = vars(optimized)[_PLAN]
@@ -1875,7 +1992,7 @@ def replicate(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def test_data_parallel_replicas_run_the_graphs() -> None:
-    model = nn.Sequential(Block(), Functional(), Around(norm_last(), nn.ReLU()))
+    model = nn.Sequential(Block(), Calls(), Around(norm_last(), nn.ReLU()))
     optimized = fxfuse.optimize(model)
     for replica in replicate(optimized, 2):
         assert not list(replica[0].norm.parameters())
@@ -1975,17 +2092,17 @@ def test_wrong_argument() -> None:
 
 
 def test_a_functional_norm_of_an_untraceable_forward_is_reported() -> None:
-    class Functional(nn.Module):
+    class Calls(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = F.relu(F.group_norm(x, 4))
             return y if y.sum() > 0 else x
 
-    class Optional(Functional):
+    class Optional(Calls):
         """As diffusers' attention: no norm of the name was asked for."""
 
         group_norm = None
 
-    model = nn.ModuleDict({"a": Functional(), "b": Optional()})
+    model = nn.ModuleDict({"a": Calls(), "b": Optional()})
     sites = fxfuse.report(fxfuse.optimize(model)).sites
     assert [(site.module, site.norm, site.code) for site in sites] == [
         ("a", "group_norm", "untraceable")

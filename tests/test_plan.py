@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -80,12 +81,21 @@ class Backward(ctypes.Structure):
     ]
 
 
+class LinearForward(ctypes.Structure):
+    _fields_ = [
+        *_PROBLEM,
+        ("features", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("linear_weight", "linear_bias", "output")),
+    ]
+
+
 class Gpu(ctypes.Structure):
     _fields_ = [
         ("multiprocessors", ctypes.c_int),
         ("shared", ctypes.c_int),
         ("shared_of_all", ctypes.c_int),
         ("clusters", ctypes.c_bool),
+        ("wgmma", ctypes.c_bool),
         ("cooperates", ctypes.c_bool),
         ("largest_cluster", ctypes.c_int),
         ("most_clusters", ctypes.c_int * 4 * 2),
@@ -94,7 +104,8 @@ class Gpu(ctypes.Structure):
 
 def gpu(multiprocessors: int, kilobytes: int, largest_cluster: int = 1) -> Gpu:
     """With that much shared memory for a block, and 1 KB more in a multiprocessor."""
-    facts = Gpu(multiprocessors, kilobytes << 10, (kilobytes + 1) << 10, largest_cluster > 1, True)
+    hopper = largest_cluster > 1
+    facts = Gpu(multiprocessors, kilobytes << 10, (kilobytes + 1) << 10, hopper, hopper, True)
     facts.largest_cluster = largest_cluster
     for blocks in (1, 2):
         for log2 in range(4):
@@ -127,7 +138,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for direction in ("forward", "backward"):
         for what in ("name", "fault"):
             getattr(loaded, f"{direction}_{what}").restype = ctypes.c_char_p
-    for number, structure in enumerate((Forward, Backward, Gpu)):
+    for what in ("name", "reason", "fault"):
+        getattr(loaded, f"linear_{what}").restype = ctypes.c_char_p
+    for number, structure in enumerate((Forward, Backward, Gpu, LinearForward)):
         assert loaded.size_of(number) == ctypes.sizeof(structure)
     return loaded
 
@@ -282,3 +295,120 @@ def test_every_size_has_a_plan_that_its_kernel_can_keep(
         residual=residual,
     )
     assert found in (BACKWARD_NAMES if backward else FORWARD_NAMES)
+
+
+# ---- with the Linear ------------------------------------------------------------------------
+
+
+def linear(
+    plans: ctypes.CDLL,
+    facts: Gpu,
+    sizes: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    output: torch.dtype | None = None,
+    affine: torch.dtype | None = None,
+    activation: int = 1,  # hardtanh
+    address: int = ALIGNED,
+) -> tuple[str, str]:
+    """The name of the plan for (M, K, N) and groups of that size, and its reason."""
+    problem = LinearForward()
+    problem.batch, problem.features, problem.channels = sizes
+    problem.spatial, problem.num_groups, problem.eps = 1, sizes[2] // group, 1e-5
+    problem.activation = activation
+    problem.dtype = DTYPES[dtype]
+    problem.output_dtype = DTYPES[output or dtype]
+    problem.affine_dtype = DTYPES[affine or dtype]
+    for field in ("input", "weight", "bias", "linear_weight", "linear_bias", "output"):
+        setattr(problem, field, ALIGNED)
+    problem.linear_weight = address
+    arguments = ctypes.byref(problem), ctypes.byref(facts)
+    for judged in (True, False):
+        fault = plans.linear_fault(*arguments, judged)
+        assert fault is None, (fault.decode(), sizes, group, dtype)
+    return plans.linear_name(*arguments).decode(), plans.linear_reason(*arguments).decode()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group", "name"),
+    [
+        ((1024, 8192, 8192), 512, "tiles"),
+        ((1024, 8192, 8192), 32, "tiles"),
+        ((65536, 1024, 1024), 256, "tiles"),
+        ((768, 1024, 4096), 512, "tiles"),  # one round, of which a quarter is idle
+        ((768, 2048, 4096), 512, "none"),
+        ((1024, 2048, 3328), 128, "tiles"),
+        ((1024, 4096, 3840), 128, "tiles"),
+        ((1024, 8192, 3840), 128, "none"),
+        ((4096, 32768, 4096), 512, "tiles"),
+        ((4096, 65536, 4096), 512, "none"),
+        ((768, 8192, 8192), 128, "none"),  # a second round that is half empty
+        ((64, 1024, 4096), 512, "none"),
+        ((65536, 256, 4096), 512, "stationary"),
+        ((65536, 8, 32), 32, "stationary"),
+        ((512, 256, 1024), 128, "stationary"),
+        ((64, 256, 1024), 128, "none"),
+    ],
+)
+def test_a_linear_is_in_the_kernel_where_that_was_faster(
+    plans: ctypes.CDLL, sizes: tuple[int, int, int], group: int, name: str
+) -> None:
+    assert linear(plans, GPUS["H200"], sizes, group)[0] == name
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"dtype": torch.float64}, "not a 16-bit one"),
+        ({"dtype": torch.float32}, "not a 16-bit one"),
+        ({"group": 48}, "groups are not of"),
+        ({"group": 1024}, "groups are not of"),
+        ({"sizes": (3072, 1028, 3072)}, "units of 16 bytes"),
+        ({"address": OFFSET}, "not aligned"),
+        ({"activation": 5}, "takes more than bounds"),
+        ({"affine": torch.float32}, "weight and bias are wider"),
+        ({"sizes": (64, 1024, 3072)}, "idle"),
+        ({"sizes": (0, 1024, 3072)}, "empty"),
+        ({"sizes": (3072, 0, 3072)}, "empty"),
+        ({"sizes": (2**30, 8, 2**20)}, "too large"),
+        ({"facts": "A100"}, "not Hopper"),
+    ],
+)
+def test_what_the_kernel_of_a_linear_does_not_take(
+    plans: ctypes.CDLL, kwargs: dict[str, Any], reason: str
+) -> None:
+    given = {"sizes": (3072, 1024, 3072), "group": 128, "facts": "H200"}
+    assert linear(plans, GPUS["H200"], (3072, 1024, 3072), 128)[0] == "tiles"
+    given |= kwargs
+    facts = GPUS[str(given.pop("facts"))]
+    found = linear(plans, facts, **given)  # type: ignore[arg-type]
+    assert found[0] == "none"
+    assert reason in found[1]
+
+
+@settings(checked, max_examples=3000)
+@given(
+    rows=st.integers(0, 18).flatmap(lambda n: st.integers(1, 2**n)),
+    features=st.integers(0, 14).flatmap(lambda n: st.integers(1, 2**n)),
+    groups=st.integers(0, 8).flatmap(lambda n: st.integers(1, 2**n)),
+    group=st.sampled_from([8, 32, 33, 64, 96, 128, 256, 512, 1024]),
+    dtype=st.sampled_from(list(DTYPES)),
+    wide=st.booleans(),
+    which=st.sampled_from(list(GPUS)),
+)
+def test_every_linear_has_a_plan_that_its_kernel_can_keep(
+    plans: ctypes.CDLL,
+    rows: int,
+    features: int,
+    groups: int,
+    group: int,
+    dtype: torch.dtype,
+    wide: bool,
+    which: str,
+) -> None:
+    wider = torch.float32 if wide and dtype.itemsize == 2 else dtype
+    sizes = rows, features, groups * group
+    name, reason = linear(plans, GPUS[which], sizes, group, dtype, output=wider, affine=wider)
+    assert name in ("none", "tiles", "stationary")
+    assert reason

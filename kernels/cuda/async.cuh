@@ -156,8 +156,27 @@ class SharedBarrier {
         "}" ::"r"(address()),
         "r"(rank) : "memory");
   }
-  // Until the phase of that parity has ended.
+  // The same without a fence, for a thread that has only read: others may write where it read. With
+  // the qualifiers the compiler flushes the whole memory of the block before every arrival: 1.40
+  // instead of 1.02 times the bare matrix product (H200, 2026-11-30).
+  FXFUSE_INLINE void release_at(int rank) {
+    FXFUSE_HOPPER(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(address()),
+        "r"(rank) : "memory");
+  }
+  // Until the phase of that parity has ended.  Compiled with FXFUSE_WATCHDOG, for work on the
+  // protocols, a kernel that waits for seconds is stopped.
   FXFUSE_INLINE void wait(int parity) {
+#ifdef FXFUSE_WATCHDOG
+    for (int left = 1 << 20; !has_ended(parity); --left) {
+      if (left == 0) __trap();
+    }
+    return;
+#endif
     FXFUSE_HOPPER(
         "{\n"
         ".reg .pred ended;\n"
@@ -190,6 +209,20 @@ class SharedBarrier {
   FXFUSE_INLINE uint32_t address() const { return shared_address(&state_); }
 
  private:
+#ifdef FXFUSE_WATCHDOG
+  FXFUSE_INLINE bool has_ended(int parity) {
+    uint32_t ended = 1;
+    FXFUSE_HOPPER(
+        "{\n"
+        ".reg .pred ended;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, ended;\n"
+        "}" : "=r"(ended) : "r"(address()),
+        "r"(parity) : "memory");
+    return ended != 0;
+  }
+#endif
+
   uint64_t state_;
 };
 

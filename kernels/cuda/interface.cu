@@ -12,6 +12,7 @@
 #include "forward_plan.h"
 #include "kernels.h"
 #include "launch.cuh"
+#include "linear_plan.h"
 
 namespace fxfuse::cuda {
 
@@ -19,6 +20,8 @@ template <class T, class O, bool kResidual>
 cudaError_t forward_typed(const Forward&, const ForwardPlan&, void*, cudaStream_t);
 template <class T, class O>
 cudaError_t backward_typed(const Backward&, const BackwardPlan&, void*, cudaStream_t);
+template <class T, class O>
+cudaError_t linear_typed(const LinearForward&, const LinearPlan&, cudaStream_t);
 
 size_t workspace_bytes(const Forward& p) {
   return ForwardPlan(p, gpu_of(p.device)).workspace_bytes(p);
@@ -74,12 +77,39 @@ cudaError_t backward(const Backward& p, void* workspace, cudaStream_t stream) {
   });
 }
 
+bool serves(const LinearForward& p) {
+  return LinearPlan(p, gpu_of(p.device)).way != LinearPlan::Way::kNone;
+}
+
+const char* choice(const LinearForward& p) { return LinearPlan(p, gpu_of(p.device)).reason; }
+
+cudaError_t forward(const LinearForward& p, cudaStream_t stream) {
+  const LinearPlan plan(p, gpu_of(p.device));
+  if (plan.way == LinearPlan::Way::kNone) return cudaErrorInvalidValue;
+  return with_types(p, [&](auto types) {
+    using Of = decltype(types);
+    if constexpr (sizeof(typename Of::Input) == 2) {
+      return linear_typed<typename Of::Input, typename Of::Output>(p, plan, stream);
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  });
+}
+
 // ---- the GPU ------------------------------------------------------------------------------------
 
 namespace {
 
 // Compiled for the same architectures as all the others.
 __global__ void probe() {}
+
+// Has shared memory where the kernels of hopper.cuh have code.
+__global__ void probe_wgmma() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ volatile int mark;
+  mark = 1;
+#endif
+}
 
 // Clusters of `cluster` blocks that run at once; 0 where none does.
 int count_clusters(int cluster, int64_t shared) {
@@ -110,6 +140,9 @@ Gpu ask_current(int device) {
       cudaSuccess) {
     return {};
   }
+  cudaFuncAttributes hopper = {};
+  gpu.wgmma = cudaFuncGetAttributes(&hopper, probe_wgmma) == cudaSuccess &&
+              hopper.sharedSizeBytes > code.sharedSizeBytes;
   // What the code was compiled for counts: the driver translates older code for newer GPUs.
   gpu.clusters = code.ptxVersion >= 90;
   if (!gpu.clusters) return gpu;

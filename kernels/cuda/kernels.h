@@ -21,6 +21,14 @@ size_t workspace_bytes(const Backward& problem);
 cudaError_t forward(const Forward& problem, void* workspace, cudaStream_t stream);
 cudaError_t backward(const Backward& problem, void* workspace, cudaStream_t stream);
 
+// Whether forward(LinearForward) serves a problem, and faster than a matrix product with
+// forward(Forward) behind it; `output` may still be null.  Why it does or does not.
+bool serves(const LinearForward& problem);
+const char* choice(const LinearForward& problem);
+
+// Only for a problem that is served.
+cudaError_t forward(const LinearForward& problem, cudaStream_t stream);
+
 // Whether this binary holds code that GPU number `device` can run.  Asked once per device.
 bool supported(int device);
 

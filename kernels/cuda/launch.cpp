@@ -15,6 +15,12 @@
 namespace fxfuse::cuda {
 namespace {
 
+void check(cudaError_t error, const Problem& problem, const char* name) {
+  TORCH_CHECK(error == cudaSuccess, "fxfuse.group_norm_activation: the ", name,
+              " kernel did not start on CUDA device ", problem.device, ": ",
+              cudaGetErrorString(error));
+}
+
 // `enqueue` is forward or backward of kernels.h.
 template <class P>
 void run(const P& problem, cudaError_t (*enqueue)(const P&, void*, cudaStream_t),
@@ -28,10 +34,7 @@ void run(const P& problem, cudaError_t (*enqueue)(const P&, void*, cudaStream_t)
   if (const size_t bytes = workspace_bytes(problem); bytes > 0) {
     workspace = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
   }
-  const cudaError_t error = enqueue(problem, workspace.get(), stream.stream());
-  TORCH_CHECK(error == cudaSuccess, "fxfuse.group_norm_activation: the ", name,
-              " kernel did not start on CUDA device ", problem.device, ": ",
-              cudaGetErrorString(error));
+  check(enqueue(problem, workspace.get(), stream.stream()), problem, name);
 }
 
 }  // namespace
@@ -42,7 +45,16 @@ void run_forward(const Forward& problem) { run<Forward>(problem, forward, "forwa
 
 void run_backward(const Backward& problem) { run<Backward>(problem, backward, "backward"); }
 
+bool is_served(const LinearForward& problem) { return serves(problem); }
+
+void run_linear(const LinearForward& problem) {
+  const auto device = static_cast<c10::DeviceIndex>(problem.device);
+  const c10::cuda::CUDAGuard guard(device);
+  const auto stream = c10::cuda::getCurrentCUDAStream(device);
+  check(forward(problem, stream.stream()), problem, "linear");
+}
+
 // The registration of the operators for CUDA tensors (TORCH_LIBRARY_IMPL) belongs to the file that
-// checks their arguments; it calls the three functions above.
+// checks their arguments; it calls the functions above.
 
 }  // namespace fxfuse::cuda

@@ -11,4 +11,8 @@ bool is_supported(int device);
 void run_forward(const Forward& problem);
 void run_backward(const Backward& problem);
 
+// Whether run_linear serves a problem, and faster than the two operators; `output` may be null.
+bool is_served(const LinearForward& problem);
+void run_linear(const LinearForward& problem);
+
 }  // namespace fxfuse::cuda

@@ -26,6 +26,7 @@ struct Gpu {
   int shared = 0;            // bytes of shared memory that a block can have
   int shared_of_all = 0;     // that the blocks of a multiprocessor have together
   bool clusters = false;     // whether code and GPU have clusters, early launches, bulk copies
+  bool wgmma = false;        // whether code and GPU have the products of hopper.cuh
   bool cooperates = false;   // whether all blocks of a grid can meet
   int largest_cluster = 1;   // of blocks with all the shared memory: a power of two up to 16
   int most_clusters[2][4] = {// at once with 1 or 2 blocks in a multiprocessor: of 1, 2, 4, 8
