@@ -15,7 +15,6 @@ from ways import CHANNELS_LAST, FORWARD
 from fxfuse import library, ops
 
 SHAPE, GROUPS = (3, 8, 5, 4), 2
-OPERATOR = torch.ops.fxfuse.group_norm_add_activation
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -220,7 +219,7 @@ def test_opcheck(device: torch.device, layout: str) -> None:
     for x, residual, weight, bias in (operands, leaves, (*operands[:2], None, None)):
         for activation, params in (("relu", []), ("hardtanh", [-1.0, 1.0])):
             args = (x, residual, GROUPS, weight, bias, 1e-5, activation, params)
-            torch.library.opcheck(OPERATOR.default, args)
+            torch.library.opcheck(torch.ops.fxfuse.group_norm_add_activation.default, args)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -277,4 +276,4 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
             k: v.to(device) if isinstance(v, Tensor) else v for k, v in {**given, **change}.items()
         }
         with pytest.raises(RuntimeError, match=f"fxfuse.group_norm_add_activation: .*({message})"):
-            OPERATOR(**moved)
+            torch.ops.fxfuse.group_norm_add_activation(**moved)

@@ -10,6 +10,7 @@ import io
 import operator
 import pickle
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -71,7 +72,8 @@ def fused(model: nn.Module) -> int:
     plans = [vars(m)[_PLAN] for m in model.modules() if _PLAN in vars(m)]
     codes = [plan.variants[0].code for plan in plans if plan.variants]
     alone = sum(code.count("activation = 'identity'") for code in codes)
-    return sum(code.count("fxfuse_ops_group_norm_") for code in codes) - alone
+    calls = r"group_norm_(add_)?activation\("
+    return sum(len(re.findall(calls, code)) for code in codes) - alone
 
 
 def assert_same(model: nn.Module, optimized: nn.Module, *args: Any, **kwargs: Any) -> None:
