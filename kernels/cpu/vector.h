@@ -255,6 +255,7 @@ struct Half {
 
 typedef uint32_t Bits32 __attribute__((vector_size(FXFUSE_VECTOR_BYTES)));
 typedef uint16_t Bits16 __attribute__((vector_size(FXFUSE_VECTOR_BYTES / 2)));
+typedef uint16_t Bits16x2 __attribute__((vector_size(FXFUSE_VECTOR_BYTES)));
 
 // The masked forms stand for the plain ones, which make GCC 12 warn of an uninitialised variable.
 FXFUSE_INLINE Bits32 extend(Bits16 v) {
@@ -278,6 +279,22 @@ FXFUSE_INLINE Bits16 truncate(Bits32 v) {  // values below 65536
 #endif
 }
 
+FXFUSE_INLINE Bits16 upper_halves(Bits32 v) {
+#if defined(FXFUSE_AVX512)
+  Bits16x2 odd;
+  for (int i = 0; i < 2 * kWidth<float>; ++i) odd[i] = 2 * i + 1;
+  const __m512i sorted = _mm512_maskz_permutexvar_epi16(~0u, (__m512i)odd, (__m512i)v);
+  return (Bits16)_mm512_maskz_extracti64x4_epi64(0xf, sorted, 0);
+#elif defined(FXFUSE_AVX2)
+  const __m256i odd = _mm256_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i sorted = _mm256_shuffle_epi8((__m256i)v, odd);
+  return (Bits16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(sorted, 0x08));
+#else
+  return __builtin_convertvector(v >> 16, Bits16);
+#endif
+}
+
 // Storage<T> turns a vector of T, as it lies in memory, into the accumulate type and back.
 template <class T>
 struct Storage {
@@ -292,11 +309,11 @@ struct Storage<BFloat16> {
   using Accumulate = float;
   using Raw = Bits16;
   static FXFUSE_INLINE Vector<float> widen(Raw v) { return (Vector<float>)(extend(v) << 16); }
-  // To nearest, ties to even; NaN becomes 0x7fc0, as in c10::BFloat16.
+  // To nearest, ties to even.  NaN is not rounded: having been computed, it has its highest bit
+  // set.
   static FXFUSE_INLINE Raw narrow(Vector<float> v) {
-    Bits32 bits = (Bits32)v;
-    Bits32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return truncate(v != v ? 0x7fc0u + Bits32{} : rounded);
+    const Bits32 bits = (Bits32)v, rounding = 0x7fffu + ((bits >> 16) & 1u);
+    return upper_halves(bits + (v == v ? rounding : Bits32{}));
   }
 };
 
