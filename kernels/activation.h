@@ -147,7 +147,7 @@ FXFUSE_INLINE V normal_tail_polynomial(V u) {
 }
 
 // z times the distribution function of the standard normal distribution.  Far below 0 it keeps its
-// digits, which 1 + erf does not.
+// digits, which 1 + erf does not.  cpu/gelu.h has another one for floats.
 template <class V>
 struct GELU {
   using Tail = NormalTail<Scalar<V>>;

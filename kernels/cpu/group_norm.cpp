@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -219,6 +220,11 @@ Work<A> describe(const Problem& problem) {
   work.spatial = problem.spatial / fold;
   work.eps = problem.eps;
   std::copy_n(problem.params, 2, work.params);
+  // A bound that is NaN bounds nothing.
+  if (problem.activation == kIdentity || problem.activation == kReLU) {
+    work.params[0] = problem.activation == kReLU ? 0 : std::numeric_limits<double>::quiet_NaN();
+    work.params[1] = std::numeric_limits<double>::quiet_NaN();
+  }
   work.input = problem.input;
   return work;
 }

@@ -5,6 +5,7 @@ namespace {
 // clang-format off: each needs those before it.
 #include "vector.h"
 #include "../activation.h"
+#include "gelu.h"
 #include "statistics.h"
 #include "output.h"
 #include "gradient.h"
@@ -32,20 +33,16 @@ constexpr Kernels<Accumulate<T>> kCalled = {
     output<T, CalledOutput<T>>,
     sums<T, CalledGradient<T>>,
     dinput<T, KeptGradient<T>>,
-    kFunction<T, Activation<Vector<Accumulate<T>>>>,
+    kFunction<T, Activation<Precision<T>>>,
 };
 
 template <class T>
 const Kernels<Accumulate<T>>& table(Activation activation) {
   switch (activation) {
-    case kHardtanh:
-      return kInlined<T, Hardtanh>;
     case kClamp:
       return kInlined<T, Hardtanh, Clamp>;
     case kOpenClamp:
       return kInlined<T, Hardtanh, OpenClamp>;
-    case kReLU:
-      return kInlined<T, ReLU>;
     case kSiLU:
       return kCalled<T, SiLU>;
     case kSigmoid:
@@ -57,13 +54,15 @@ const Kernels<Accumulate<T>>& table(Activation activation) {
     case kGELUTanh:
       return kCalled<T, GELUTanh>;
     case kHardswish:
-      return kCalled<T, Hardswish>;
+      return kInlined<T, Hardswish>;
     case kLeakyReLU:
-      return kCalled<T, LeakyReLU>;
+      return kInlined<T, LeakyReLU>;
     case kIdentity:
+    case kReLU:
+    case kHardtanh:
       break;
   }
-  return kInlined<T, Identity>;
+  return kInlined<T, Hardtanh>;
 }
 }  // namespace
 

@@ -201,6 +201,10 @@ class ShortRows {
 
 // ---- Activations -------------------------------------------------------------------------------
 
+// What the activation of values of type T is computed in.
+template <class T>
+using Precision = std::conditional_t<sizeof(T) == 2, Coarse, Vector<Accumulate<T>>>;
+
 template <class T, class Activation>
 void value_of(const Accumulate<T>* z, void* y, int64_t n, const double* params) {
   const Activation activation(params);
@@ -214,7 +218,8 @@ void grad_of(const Accumulate<T>* z, const void* dy, Accumulate<T>* dz, void* ke
              const double* params) {
   const Activation activation(params);
   for_vectors<Accumulate<T>>(n, [=](int64_t i, auto part) __attribute__((always_inline)) {
-    const auto v = activation.grad(load(z + i, part), load(static_cast<const T*>(dy) + i, part));
+    const Vector<Accumulate<T>> v =
+        activation.grad(load(z + i, part), load(static_cast<const T*>(dy) + i, part));
     store(dz + i, v, part);
     if (!std::is_same_v<T, Accumulate<T>>) store(static_cast<T*>(kept) + i, v, part);
   });

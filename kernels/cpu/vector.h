@@ -54,9 +54,11 @@ FXFUSE_INLINE V select(Mask mask, V a, V b) {
   return mask ? a : b;
 }
 
-template <class V>
-FXFUSE_INLINE V magnitude(V value) {
-  return select(value < V{}, -value, value);
+FXFUSE_INLINE Vector<float> magnitude(Vector<float> value) {
+  return (Vector<float>)((Integers<float>)value & INT32_MAX);
+}
+FXFUSE_INLINE Vector<double> magnitude(Vector<double> value) {
+  return (Vector<double>)((Integers<double>)value & INT64_MAX);
 }
 
 template <class V>
@@ -66,23 +68,23 @@ FXFUSE_INLINE V divide(V a, V b) {
 
 // e^x = 2^n e^r with n = rint(x / ln 2), |r| <= ln(2) / 2, and e^r by its Taylor polynomial, whose
 // remainder is below a tenth of an ulp.  ln 2 is split in two so that x - n ln 2 is exact enough
-// (Cody and Waite).  Largest error measured with AVX-512: 0.92 ulp in float (every 61st value with
-// a normal result), 0.86 ulp in double (4 million values; both Sapphire Rapids, 2026-11-30).
+// (Cody and Waite).  Beyond the limits 2^n is 0 or infinite, which it is for the n of half a step
+// before them too: less than the smallest normal number is lost there, and its inverse.
 template <class A>
 struct ExponentialOf;
 template <>
 struct ExponentialOf<float> {
-  static constexpr float kLimit = 105.f;      // beyond it e^x is 0 or infinite
-  static constexpr float kRound = 0x1.8p23f;  // adding it leaves the integer in the low bits
-  static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+  static constexpr float kLow = -88.029692f, kHigh = 88.722839f;  // n is -127 and 128
   static constexpr int kBias = 127, kMantissaBits = 23, kDegree = 7;
+  static constexpr float kRound = 0x1.8p23f + kBias;  // adding it leaves n + bias in the low bits
+  static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
 };
 template <>
 struct ExponentialOf<double> {
-  static constexpr double kLimit = 746.;
-  static constexpr double kRound = 0x1.8p52;
-  static constexpr double kLn2High = 0x1.62e42feep-1, kLn2Low = 0x1.a39ef35793c76p-33;
+  static constexpr double kLow = -709.08956571282405, kHigh = 709.78271289338400;
   static constexpr int kBias = 1023, kMantissaBits = 52, kDegree = 13;
+  static constexpr double kRound = 0x1.8p52 + kBias;
+  static constexpr double kLn2High = 0x1.62e42feep-1, kLn2Low = 0x1.a39ef35793c76p-33;
 };
 
 constexpr double factorial(int n) { return n == 0 ? 1 : n * factorial(n - 1); }
@@ -98,69 +100,78 @@ FXFUSE_INLINE Vector<A> taylor(Vector<A> r) {
   }
 }
 
-// n and r of an x within the limit; `rounded` is n too.
-template <class A>
-struct Reduced {
-  Integers<A> n;
-  Vector<A> rounded, r;
-  explicit FXFUSE_INLINE Reduced(Vector<A> x) {
-    using E = ExponentialOf<A>;
-    const Vector<A> shifted = x * static_cast<A>(1.4426950408889634074) + E::kRound;
-    rounded = shifted - E::kRound;
-    r = (x - rounded * E::kLn2High) - rounded * E::kLn2Low;
-    n = (Integers<A>)shifted - (Integers<A>)(E::kRound - Vector<A>{});
+// The coefficients of a polynomial, from the constant one on.
+template <const auto& kCoefficients, int k = 0, class V>
+FXFUSE_INLINE V polynomial(V x) {
+  if constexpr (k + 1 == sizeof kCoefficients / sizeof kCoefficients[0]) {
+    return broadcast<V>(kCoefficients[k]);
+  } else {
+    return polynomial<kCoefficients, k + 1>(x) * x + broadcast<V>(kCoefficients[k]);
   }
-};
-
-template <class A>
-FXFUSE_INLINE Vector<A> power_of_two(Integers<A> n) {  // with a normal result
-  return (Vector<A>)((n + ExponentialOf<A>::kBias) << ExponentialOf<A>::kMantissaBits);
 }
 
 // NaN stays: minimum and maximum return their second operand where one is NaN.
 template <class A>
-FXFUSE_INLINE Vector<A> clamped(Vector<A> x, A limit) {
-  const Vector<A> high = limit - Vector<A>{}, low = -high;
+FXFUSE_INLINE Vector<A> at_most(Vector<A> x, A limit) {
+  const Vector<A> high = limit - Vector<A>{};
 #if defined(FXFUSE_AVX512)
   if constexpr (sizeof(A) == 4) {
-    const auto least = _mm512_maskz_min_ps(0xffff, (__m512)high, (__m512)x);
-    return (Vector<A>)_mm512_maskz_max_ps(0xffff, (__m512)low, least);
+    return (Vector<A>)_mm512_maskz_min_ps(0xffff, (__m512)high, (__m512)x);
   } else {
-    const auto least = _mm512_maskz_min_pd(0xff, (__m512d)high, (__m512d)x);
-    return (Vector<A>)_mm512_maskz_max_pd(0xff, (__m512d)low, least);
+    return (Vector<A>)_mm512_maskz_min_pd(0xff, (__m512d)high, (__m512d)x);
   }
 #elif defined(FXFUSE_AVX2)
   if constexpr (sizeof(A) == 4) {
-    return (Vector<A>)_mm256_max_ps((__m256)low, _mm256_min_ps((__m256)high, (__m256)x));
+    return (Vector<A>)_mm256_min_ps((__m256)high, (__m256)x);
   } else {
-    return (Vector<A>)_mm256_max_pd((__m256d)low, _mm256_min_pd((__m256d)high, (__m256d)x));
+    return (Vector<A>)_mm256_min_pd((__m256d)high, (__m256d)x);
   }
 #else
-  x = x > limit ? high : x;
-  return x < -limit ? low : x;
+  return x > high ? high : x;
 #endif
 }
-
-// x times 2^n, where |n| is at most twice the bias, with infinity where it overflows and through
-// the subnormals where it underflows.
 template <class A>
-FXFUSE_INLINE Vector<A> scaled(Vector<A> x, const Reduced<A>& by) {
+FXFUSE_INLINE Vector<A> at_least(Vector<A> x, A limit) {
+  const Vector<A> low = limit - Vector<A>{};
 #if defined(FXFUSE_AVX512)
   if constexpr (sizeof(A) == 4) {
-    return (Vector<A>)_mm512_maskz_scalef_ps(0xffff, (__m512)x, (__m512)by.rounded);
+    return (Vector<A>)_mm512_maskz_max_ps(0xffff, (__m512)low, (__m512)x);
   } else {
-    return (Vector<A>)_mm512_maskz_scalef_pd(0xff, (__m512d)x, (__m512d)by.rounded);
+    return (Vector<A>)_mm512_maskz_max_pd(0xff, (__m512d)low, (__m512d)x);
+  }
+#elif defined(FXFUSE_AVX2)
+  if constexpr (sizeof(A) == 4) {
+    return (Vector<A>)_mm256_max_ps((__m256)low, (__m256)x);
+  } else {
+    return (Vector<A>)_mm256_max_pd((__m256d)low, (__m256d)x);
   }
 #else
-  const Integers<A> half = by.n >> 1;  // in two factors, each a normal number
-  return x * power_of_two<A>(half) * power_of_two<A>(by.n - half);
+  return x < low ? low : x;
 #endif
 }
+template <class A>
+FXFUSE_INLINE Vector<A> clamped(Vector<A> x, A low, A high) {
+  return at_least<A>(at_most<A>(x, high), low);
+}
+
+// 2^n and r of an x within the limits of ExponentialOf.
+template <class A>
+struct Reduced {
+  Vector<A> power, r;
+  explicit FXFUSE_INLINE Reduced(Vector<A> x) {
+    using E = ExponentialOf<A>;
+    const Vector<A> shifted = x * static_cast<A>(1.4426950408889634074) + E::kRound;
+    const Vector<A> n = shifted - E::kRound;
+    r = (x - n * E::kLn2High) - n * E::kLn2Low;
+    power = (Vector<A>)((Integers<A>)shifted << E::kMantissaBits);
+  }
+};
 
 template <class A>
 FXFUSE_INLINE Vector<A> exponential_of(Vector<A> x) {
-  const Reduced<A> reduced(clamped<A>(x, ExponentialOf<A>::kLimit));
-  return scaled<A>(taylor<A>(reduced.r), reduced);
+  using E = ExponentialOf<A>;
+  const Reduced<A> reduced(clamped<A>(x, E::kLow, E::kHigh));
+  return taylor<A>(reduced.r) * reduced.power;
 }
 FXFUSE_INLINE Vector<float> exponential(Vector<float> x) { return exponential_of<float>(x); }
 FXFUSE_INLINE Vector<double> exponential(Vector<double> x) { return exponential_of<double>(x); }
@@ -170,9 +181,8 @@ FXFUSE_INLINE Vector<double> exponential(Vector<double> x) { return exponential_
 template <class A>
 FXFUSE_INLINE Vector<A> hyperbolic_tangent_of(Vector<A> z) {
   const Vector<A> negative = z < Vector<A>{} ? z : -z;
-  const Reduced<A> reduced(clamped<A>(2 * negative, 64));  // tanh 32 is 1
-  const Vector<A> power = power_of_two<A>(reduced.n);
-  const Vector<A> m = power * (taylor<A, 1>(reduced.r) * reduced.r) + (power - 1);
+  const Reduced<A> reduced(at_least<A>(2 * negative, -64));  // tanh 32 is 1
+  const Vector<A> m = reduced.power * (taylor<A, 1>(reduced.r) * reduced.r) + (reduced.power - 1);
   const Vector<A> t = m / (2 + m);
   return z < Vector<A>{} ? t : -t;
 }
@@ -185,19 +195,54 @@ FXFUSE_INLINE Vector<double> hyperbolic_tangent(Vector<double> z) {
 
 // e^(-z^2 / 2).  The exponent is rounded to half of its digits, and what that lost is added to r:
 // an error of half an ulp in an exponent of 80 would be one of 40 ulp in the result.
-template <class A>
-FXFUSE_INLINE Vector<A> bell_of(Vector<A> z) {
-  constexpr bool kSingle = sizeof(A) == 4;
-  z = clamped<A>(z, kSingle ? 14.5f : 39);  // beyond it the result is 0
-  constexpr int kLowBits = kSingle ? 12 : 27;
-  const Vector<A> high =
-      (Vector<A>)((Integers<A>)z >> kLowBits << kLowBits);  // has an exact square
-  Reduced<A> reduced(high * high * static_cast<A>(-0.5));
-  reduced.r += (high - z) * (high + z) * static_cast<A>(0.5);
-  return scaled<A>(taylor<A>(reduced.r), reduced);
+FXFUSE_INLINE Vector<double> bell(Vector<double> z) {
+  z = clamped<double>(z, -37.66, 37.66);  // where it is 0
+  const Vector<double> high =
+      (Vector<double>)((Integers<double>)z >> 27 << 27);  // its square is exact
+  Reduced<double> reduced(high * high * -0.5);
+  reduced.r += (high - z) * (high + z) * 0.5;
+  return taylor<double>(reduced.r) * reduced.power;
 }
-FXFUSE_INLINE Vector<float> bell(Vector<float> z) { return bell_of<float>(z); }
-FXFUSE_INLINE Vector<double> bell(Vector<double> z) { return bell_of<double>(z); }
+
+// Floats of which the result will be rounded to 16 bits: their exponential is off by 2^-18 of it.
+struct Coarse {
+  Vector<float> value;
+
+  FXFUSE_INLINE Coarse() : value{} {}
+  FXFUSE_INLINE Coarse(Vector<float> value) : value(value) {}
+  FXFUSE_INLINE operator Vector<float>() const { return value; }
+
+  FXFUSE_INLINE friend Coarse operator-(Coarse a) { return -a.value; }
+  FXFUSE_INLINE friend Coarse operator+(Coarse a, Coarse b) { return a.value + b.value; }
+  FXFUSE_INLINE friend Coarse operator-(Coarse a, Coarse b) { return a.value - b.value; }
+  FXFUSE_INLINE friend Coarse operator*(Coarse a, Coarse b) { return a.value * b.value; }
+  FXFUSE_INLINE friend auto operator<(Coarse a, Coarse b) { return a.value < b.value; }
+  FXFUSE_INLINE friend auto operator>(Coarse a, Coarse b) { return a.value > b.value; }
+};
+
+template <>
+FXFUSE_INLINE Coarse broadcast<Coarse>(double value) {
+  return broadcast<Vector<float>>(value);
+}
+FXFUSE_INLINE Coarse select(Integers<float> mask, Coarse a, Coarse b) {
+  return mask ? a.value : b.value;
+}
+FXFUSE_INLINE Coarse magnitude(Coarse a) { return magnitude(a.value); }
+FXFUSE_INLINE Coarse divide(Coarse a, Coarse b) { return a.value / b.value; }
+FXFUSE_INLINE Coarse hyperbolic_tangent(Coarse z) { return hyperbolic_tangent(z.value); }
+
+// 2^f for |f| <= 1/2, to a relative error of 2.6e-6.
+constexpr float kPowerOfTwo[] = {0x1.ffffe8p-1f, 0x1.62e0dcp-1f, 0x1.ec06dap-3f, 0x1.ca1440p-5f,
+                                 0x1.3997d6p-7f};
+
+FXFUSE_INLINE Coarse exponential(Coarse x) {
+  using E = ExponentialOf<float>;
+  constexpr float kLog2E = 1.44269504f;
+  const Vector<float> limited = clamped<float>(x, E::kLow, E::kHigh);
+  const Vector<float> shifted = limited * kLog2E + E::kRound;
+  const Vector<float> f = limited * kLog2E - (shifted - E::kRound);
+  return polynomial<kPowerOfTwo>(f) * (Vector<float>)((Integers<float>)shifted << E::kMantissaBits);
+}
 
 // ---- Types in memory ---------------------------------------------------------------------------
 
@@ -210,6 +255,7 @@ struct Half {
 
 typedef uint32_t Bits32 __attribute__((vector_size(FXFUSE_VECTOR_BYTES)));
 typedef uint16_t Bits16 __attribute__((vector_size(FXFUSE_VECTOR_BYTES / 2)));
+typedef uint16_t Bits16x2 __attribute__((vector_size(FXFUSE_VECTOR_BYTES)));
 
 // The masked forms stand for the plain ones, which make GCC 12 warn of an uninitialised variable.
 FXFUSE_INLINE Bits32 extend(Bits16 v) {
@@ -233,6 +279,22 @@ FXFUSE_INLINE Bits16 truncate(Bits32 v) {  // values below 65536
 #endif
 }
 
+FXFUSE_INLINE Bits16 upper_halves(Bits32 v) {
+#if defined(FXFUSE_AVX512)
+  Bits16x2 odd;
+  for (int i = 0; i < 2 * kWidth<float>; ++i) odd[i] = 2 * i + 1;
+  const __m512i sorted = _mm512_maskz_permutexvar_epi16(~0u, (__m512i)odd, (__m512i)v);
+  return (Bits16)_mm512_maskz_extracti64x4_epi64(0xf, sorted, 0);
+#elif defined(FXFUSE_AVX2)
+  const __m256i odd = _mm256_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i sorted = _mm256_shuffle_epi8((__m256i)v, odd);
+  return (Bits16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(sorted, 0x08));
+#else
+  return __builtin_convertvector(v >> 16, Bits16);
+#endif
+}
+
 // Storage<T> turns a vector of T, as it lies in memory, into the accumulate type and back.
 template <class T>
 struct Storage {
@@ -247,11 +309,11 @@ struct Storage<BFloat16> {
   using Accumulate = float;
   using Raw = Bits16;
   static FXFUSE_INLINE Vector<float> widen(Raw v) { return (Vector<float>)(extend(v) << 16); }
-  // To nearest, ties to even; NaN becomes 0x7fc0, as in c10::BFloat16.
+  // To nearest, ties to even.  NaN is not rounded: having been computed, it has its highest bit
+  // set.
   static FXFUSE_INLINE Raw narrow(Vector<float> v) {
-    Bits32 bits = (Bits32)v;
-    Bits32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return truncate(v != v ? 0x7fc0u + Bits32{} : rounded);
+    const Bits32 bits = (Bits32)v, rounding = 0x7fffu + ((bits >> 16) & 1u);
+    return upper_halves(bits + (v == v ? rounding : Bits32{}));
   }
 };
 
