@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.graph import inplace_methods
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
@@ -122,21 +123,8 @@ def _augmented(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 # fx writes as a statement: that would rebind `a` where it is a number.
 AUGMENTED: dict[str, Callable[[Any, Any], Any]] = {
     f"__{name}__": _augmented(getattr(operator, name))
-    for name in (
-        "iadd",
-        "iand",
-        "ifloordiv",
-        "ilshift",
-        "imatmul",
-        "imod",
-        "imul",
-        "ior",
-        "ipow",
-        "irshift",
-        "isub",
-        "itruediv",
-        "ixor",
-    )
+    for name in inplace_methods
+    if name != "setitem"
 }
 
 

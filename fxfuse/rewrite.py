@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import inplace_methods
 
 
 class Reason(Enum):
@@ -702,24 +703,7 @@ def _has_no_effect(node: fx.Node) -> bool:
 
 
 _WRITING_OPERATORS = frozenset(
-    {
-        operator.setitem,
-        operator.delitem,
-        operator.iadd,
-        operator.iand,
-        operator.iconcat,
-        operator.ifloordiv,
-        operator.ilshift,
-        operator.imatmul,
-        operator.imod,
-        operator.imul,
-        operator.ior,
-        operator.ipow,
-        operator.irshift,
-        operator.isub,
-        operator.itruediv,
-        operator.ixor,
-    }
+    getattr(operator, name) for name in (*inplace_methods, "delitem", "iconcat")
 )
 
 _WRITING_METHODS = frozenset(f"__{function.__name__}__" for function in _WRITING_OPERATORS)

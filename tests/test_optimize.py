@@ -1699,17 +1699,19 @@ def test_a_mode_that_is_on_while_optimizing_hides_no_switch(cls: type[Block]) ->
         assert reason(Autocast()) == "context_manager"
 
 
+class NormAndActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
+
+
 @pytest.mark.parametrize("name", nodes.AUGMENTED)
 def test_an_augmented_assignment_is_in_place(name: str) -> None:
     """fx records `a = a + b` for `a += b`, which another name for `a` would not see."""
     augment = getattr(operator, name.strip("_"))
     integer = name in ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
 
-    class Aliased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
-
+    class Aliased(NormAndActivation):
         def forward(self, x: Tensor) -> Tensor:
             y = self.act(self.norm(x)) + 1
             total = (10 * x).int() if integer else x * x + 1
@@ -1728,11 +1730,7 @@ def test_an_augmented_assignment_is_in_place(name: str) -> None:
 
 
 def test_an_augmented_assignment_of_a_number_changes_one_name() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
-
+    class Counts(NormAndActivation):
         def forward(self, x: Tensor) -> Tensor:
             n = x.size(0)
             m = n
@@ -1746,11 +1744,7 @@ def test_an_augmented_assignment_of_a_number_changes_one_name() -> None:
 
 
 def test_a_forward_that_sets_an_attribute_of_a_tensor_is_left_alone() -> None:
-    class Sets(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
-
+    class Sets(NormAndActivation):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 2
             alias = y.view(-1)
@@ -1766,11 +1760,7 @@ def test_a_forward_that_sets_an_attribute_of_a_tensor_is_left_alone() -> None:
 
 
 def test_an_argument_that_the_forward_writes_to_is_written_to() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.act = nn.GroupNorm(2, 4), nn.ReLU()
-
+    class Writes(NormAndActivation):
         def forward(self, x: Tensor) -> Tensor:
             y = self.act(self.norm(x))
             x += y

@@ -378,6 +378,12 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def expected_calls(network: Network, fused: nn.Module) -> int:
+    """How often a call of a network runs the operator."""
+    report = fxfuse.report(fused)
+    return report.fused + report.alone if network.calls is None else network.calls
+
+
 def tensors(output: Any) -> list[Tensor]:
     """The floating-point tensors of a result."""
     if hasattr(output, "to_tuple"):
@@ -445,8 +451,7 @@ def test_it_fuses_what_is_expected(network: Network, tmp_path: Path, device: tor
         forward(fused, inputs)  # the first call of its kind traces, which no mode may watch
         with Calls() as calls:
             forward(fused, inputs)
-    replaced = report.fused + report.alone
-    assert calls.count == (replaced if network.calls is None else network.calls)
+    assert calls.count == expected_calls(network, fused)
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -531,8 +536,6 @@ def test_it_lives_on(network: Network, tmp_path: Path, device: torch.device) -> 
         with Calls() as calls:
             results = [tensors(forward(m, move(inputs, device, low))) for m in halves]
         assert [(t.shape, t.dtype) for t in results[0]] == [(t.shape, t.dtype) for t in results[1]]
-        report = fxfuse.report(fused)
-        replaced = report.fused + report.alone
-        assert calls.count == (replaced if network.calls is None else network.calls)
+        assert calls.count == expected_calls(network, fused)
     for name in ("config", "generate", "from_pretrained", "encode", "forward_features", "chain"):
         assert hasattr(fused, name) == hasattr(model, name)
