@@ -25,3 +25,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _float32_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch allows cuDNN TF32, and whether it takes it depends on the memory format."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

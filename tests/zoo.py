@@ -15,7 +15,7 @@ import os
 import pickle
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -345,13 +345,6 @@ NETWORKS = [
 @pytest.fixture(params=NETWORKS, ids=lambda network: network.name)
 def network(request: pytest.FixtureRequest) -> Network:
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def _float32_convolutions() -> Iterator[None]:
-    """Without TF32, which PyTorch allows cuDNN and which is a matter of the memory format too."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
 
 
 def build(network: Network, folder: Path, device: torch.device) -> nn.Module:

@@ -37,21 +37,16 @@ FXFUSE_INLINE void copy_vector(Loaded<T, V>* to, const T* from) {
   }
 }
 
-// 16 bytes, of which the last 16 - `bytes` are not read and become 0.
-FXFUSE_INLINE void copy_part(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(bytes)
-               : "memory");
-}
-
 // A vector, or zeros.
 template <class T, int V>
 FXFUSE_INLINE void copy_async(Loaded<T, V>* to, const T* from, bool exists = true) {
   static_assert(sizeof(*to) % 16 == 0, "a vector is whole copies");
 #pragma unroll
   for (size_t i = 0; i < sizeof(*to) / 16; ++i) {
-    copy_part(reinterpret_cast<char*>(to) + 16 * i, reinterpret_cast<const char*>(from) + 16 * i,
-              exists ? 16 : 0);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     shared_address(reinterpret_cast<char*>(to) + 16 * i)),
+                 "l"(reinterpret_cast<const char*>(from) + 16 * i), "r"(exists ? 16 : 0)
+                 : "memory");
   }
 }
 
@@ -109,13 +104,20 @@ struct Staged {
     return reinterpret_cast<const T*>(room + reinterpret_cast<uintptr_t>(from) % 16);
   }
 
-  // The bytes ahead of the first element belong to its 16, so to the same allocation.
-  FXFUSE_INLINE void copy(const T* from, int count) const {
+  // `end` is that of the tensor.  Where its last 16 bytes are not whole, they go by elements; all
+  // else that is read around the elements wanted belongs to the same allocation.
+  FXFUSE_INLINE void copy(const T* from, int count, const T* end) const {
     const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
-    const char* base = reinterpret_cast<const char*>(from) - skipped;
+    const char* const base = reinterpret_cast<const char*>(from) - skipped;
     const int bytes = count > 0 ? skipped + count * static_cast<int>(sizeof(T)) : 0;
     for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) {
-      copy_part(room + i, base + i, min(16, bytes - i));
+      if (base + i + 16 <= reinterpret_cast<const char*>(end)) {
+        copy_piece<16>(room + i, base + i);
+        continue;
+      }
+      for (int j = i; j < bytes; j += sizeof(T)) {
+        *reinterpret_cast<T*>(room + j) = *reinterpret_cast<const T*>(base + j);
+      }
     }
   }
 };

@@ -163,8 +163,9 @@ __global__ __launch_bounds__(kThreads, held_blocks(sizeof(Accumulate<T>))) void 
     const O* dy = reinterpret_cast<const O*>(dy_room);
     if constexpr (V == 1) {
       const int count = tasks > 0 ? end_of(tasks - 1, tasks) : 0;
-      Staged<T>{x_room}.copy(input + offset, count);
-      Staged<O>{dy_room}.copy(grad_output + offset, count);
+      const int64_t elements = all_planes * problem.spatial;
+      Staged<T>{x_room}.copy(input + offset, count, input + elements);
+      Staged<O>{dy_room}.copy(grad_output + offset, count, grad_output + elements);
       x = Staged<T>{x_room}.begin(input + offset);
       dy = Staged<O>{dy_room}.begin(grad_output + offset);
     }

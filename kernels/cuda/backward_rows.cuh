@@ -307,6 +307,7 @@ __launch_bounds__(kThreads, long_row_blocks(sizeof(Accumulate<T>))) void long_ro
   const auto grad_output = [&](int row) {
     return static_cast<const O*>(problem.grad_output) + start + row * stride;
   };
+  const int64_t elements = problem.batch * problem.channels;
   const auto group_of = [&](int row) { return (slice + row * rows.slices) * num_groups + group; };
   const int x_bytes = ring_bytes(width, sizeof(T)), dy_bytes = ring_bytes(width, sizeof(O));
   const auto x_room = [&](int row) { return ring + row % kStages * (x_bytes + dy_bytes); };
@@ -319,8 +320,10 @@ __launch_bounds__(kThreads, long_row_blocks(sizeof(Accumulate<T>))) void long_ro
           copy_async(reinterpret_cast<Loaded<O, V>*>(dy_room(row)) + i / V, grad_output(row) + i);
         });
       } else {
-        Staged<T>{x_room(row)}.copy(input(row), work);
-        Staged<O>{dy_room(row)}.copy(grad_output(row), work);
+        Staged<T>{x_room(row)}.copy(input(row), work,
+                                    static_cast<const T*>(problem.input) + elements);
+        Staged<O>{dy_room(row)}.copy(grad_output(row), work,
+                                     static_cast<const O*>(problem.grad_output) + elements);
       }
     }
     commit_copies();
