@@ -246,8 +246,8 @@ def _cacheable_functions() -> dict[str, str]:
     It knows torch's own to be the same in every process; of others it wants to be told, with what
     their behaviour depends on.
     """
-    ours = f"{ops.group_norm_activation.__module__}.{ops.group_norm_activation.__name__}"
-    return {**torch._inductor.config.unsafe_marked_cacheable_functions, ours: fingerprint()}
+    ours = {f"{f.__module__}.{f.__name__}": fingerprint() for f in ops.FUNCTIONS}
+    return {**torch._inductor.config.unsafe_marked_cacheable_functions, **ours}
 
 
 @functools.cache
@@ -325,8 +325,8 @@ def _fuse_exported(
         return None
 
     available = library.load()
-    sites = patterns.apply(graph, graph_module, table, available=available, judge=judge)
-    calls = [node for node in graph.nodes if node.target is ops.group_norm_activation]
+    sites = patterns.apply(graph, graph_module, table, available=available, judge=judge, named=kept)
+    calls = [node for node in graph.nodes if node.target in ops.FUNCTIONS]
     if calls:
         for call, name in zip(calls, names, strict=True):
             _call_operator(graph, call, name)
@@ -340,35 +340,33 @@ def _call_operator(graph: fx.Graph, call: fx.Node, name: str) -> None:
 
     It gets the name of the node that the function was put in place of, by which signatures know it.
     """
-    given = inspect.signature(ops.group_norm_activation).bind(*call.args, **call.kwargs)
+    function = call.target
+    assert callable(function)
+    given = inspect.signature(function).bind(*call.args, **call.kwargs)
     given.apply_defaults()
-    arguments = given.arguments
-    input, dtype = arguments["input"], arguments["dtype"]
-    value = input.meta["val"]
+    arguments = dict(given.arguments)
+    value = arguments["input"].meta["val"]
     with graph.inserting_before(call):
-        if arguments["channels_last"] == "eager" and value.is_cuda and not value.is_contiguous():
+        copies = arguments.get("channels_last") == "eager"
+        if copies and value.is_cuda and not value.is_contiguous():
             keywords: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            input = graph.call_function(torch.ops.aten.clone.default, (input,), keywords)
-            input.meta = {**call.meta, "val": value.contiguous()}
-        operator = graph.call_function(
-            torch.ops.fxfuse.group_norm_activation.default,
-            (
-                input,
-                arguments["num_groups"],
-                arguments["weight"],
-                arguments["bias"],
-                arguments["eps"],
-                arguments["activation"],
-                list(arguments["params"]),
-            ),
-            {} if dtype is None else {"dtype": value.dtype},
+            copy = graph.call_function(
+                torch.ops.aten.clone.default, (arguments["input"],), keywords
+            )
+            copy.meta = {**call.meta, "val": value.contiguous()}
+            arguments["input"] = copy
+        operator = getattr(torch.ops.fxfuse, function.__name__).default
+        *names, _ = (argument.name for argument in operator._schema.arguments)  # dtype is the last
+        node = graph.call_function(
+            operator,
+            tuple(list(v) if isinstance(v := arguments[n], tuple) else v for n in names),
+            # A norm that autocast does not know keeps its dtype under it.
+            {} if arguments.get("autocast", True) else {"dtype": value.dtype},
         )
-    operator.meta = call.meta
-    call.replace_all_uses_with(operator)
+    node.meta = call.meta
+    call.replace_all_uses_with(node)
     graph.erase_node(call)
-    if isinstance(dtype, fx.Node) and not dtype.users:
-        graph.erase_node(dtype)
-    operator.name = name
+    node.name = name
 
 
 # ---- reports --------------------------------------------------------------------------------

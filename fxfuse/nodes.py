@@ -459,6 +459,13 @@ def value(node: fx.Node) -> torch.Tensor | None:
     return recorded if isinstance(recorded, torch.Tensor) else None
 
 
+def hint(number: Any) -> Any:
+    """The number itself, or what a symbol stood for when it was traced; None if that is unknown."""
+    if isinstance(number, (torch.SymInt, torch.SymFloat)):
+        return number.node.hint if number.node.has_hint() else None
+    return number
+
+
 def same_sizes(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     """Whether sizes are known to be the same: numbers, symbols, or nodes that compute them."""
     return len(ours) == len(theirs) and all(map(_same_size, ours, theirs))

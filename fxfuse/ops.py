@@ -323,6 +323,50 @@ def linear_group_norm_activation(
     return output
 
 
+def linear_kernel(
+    rows: int,
+    in_features: int,
+    out_features: int,
+    num_groups: int,
+    activation: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    output_dtype: torch.dtype | None = None,
+    affine_dtype: torch.dtype | None = None,
+) -> tuple[bool, str]:
+    """Whether `linear_group_norm_activation` is one kernel for such tensors, without gradients.
+
+    Args:
+        rows: Of the input, ``(rows, in_features)``.
+        in_features: Of the Linear.
+        out_features: Of the Linear.
+        num_groups: Of the GroupNorm.
+        activation: Its name.
+        dtype: Of the input and the Linear's parameters.
+        device: Of the input.
+        output_dtype: Of the result; None for `dtype`.
+        affine_dtype: Of the GroupNorm's parameters; None for `dtype`.
+
+    Returns:
+        Whether it is, and why it is or is not, as a clause.
+    """
+    if not library.load():
+        return False, "the compiled library is missing"
+    served, reason = torch.ops.fxfuse._linear_kernel(
+        rows,
+        in_features,
+        out_features,
+        num_groups,
+        dtype,
+        output_dtype or dtype,
+        affine_dtype or dtype,
+        activation,
+        device,
+    )
+    return bool(served), str(reason)
+
+
 def may_have_linear_kernel() -> bool:
     """Whether this machine may have a GPU with the kernel of `linear_group_norm_activation`."""
     return torch.cuda.is_available()  # which, unlike a look at the GPU, does not initialise CUDA
@@ -501,6 +545,9 @@ def _register_fakes() -> None:
     torch.library.register_fake("fxfuse::group_norm_add_activation", _fake_add)
     torch.library.register_fake("fxfuse::linear_group_norm_activation", _fake_linear)
 
+
+FUNCTIONS = (group_norm_activation, group_norm_add_activation, linear_group_norm_activation)
+"""What rewritten graphs call."""
 
 library.on_load(_register_fakes)
 library.load_existing()  # at import, so that saved programs open

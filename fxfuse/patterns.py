@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -71,12 +71,37 @@ def apply(
     *,
     available: bool,
     judge: rewrite.Judge | None = None,
+    named: Collection[str] = (),
 ) -> list[Site]:
-    """`rewrite.apply` where the library is available; else only says so of what it would fuse."""
+    """`rewrite.apply` and `take_linears_in`.
+
+    Args:
+        graph: The graph, in place.
+        root: The module that it addresses.
+        table: The fusions.
+        available: Whether the library is; if not, nothing is replaced, and the sites say so.
+        judge: As in `rewrite.apply`.
+        named: As in `take_linears_in`.
+    """
     sites = rewrite.apply(graph, root, table, analyse_only=not available, judge=judge)
-    if available:
-        return sites
-    return [site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites]
+    if not available:
+        return [
+            site.with_reason(Reason.LIBRARY_UNAVAILABLE) if site.match else site for site in sites
+        ]
+    if any(site.match for site in sites) and ops.may_have_linear_kernel():
+        return with_choices(sites, take_linears_in(graph, root, named=named))
+    return sites
+
+
+def with_choices(sites: list[Site], choices: list[LinearChoice]) -> list[Site]:
+    """Sites that say what became of the Linears ahead of them."""
+    sentences = {choice.linear: str(choice) for choice in choices}
+    return [
+        replace(site, reason=f"{site.reason} {sentences[site.match.producer]}")
+        if site.match and site.match.producer in sentences
+        else site
+        for site in sites
+    ]
 
 
 def fusions(
@@ -137,29 +162,52 @@ def fusions(
     return tuple(rows)
 
 
-def take_linears_in(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
+@dataclass(frozen=True)
+class LinearChoice:
+    """What became of a Linear that feeds a call of our operator and nothing else.
+
+    Attributes:
+        linear: Its node, which is gone from the graph if it was taken in.
+        taken: Whether one call computes both.
+        reason: Why, or why not, as a clause; empty where that shows only when the graph runs.
+    """
+
+    linear: fx.Node
+    taken: bool
+    reason: str
+
+    def __str__(self) -> str:
+        if not self.taken:
+            return f"The Linear has a kernel of its own: {self.reason}."
+        if not self.reason:
+            return "On a GPU that can, one kernel computes the Linear as well."
+        return f"Without gradients, one kernel computes the Linear as well: {self.reason}."
+
+
+def take_linears_in(
+    graph: fx.Graph, root: nn.Module, *, named: Collection[str] = ()
+) -> list[LinearChoice]:
     """Puts one operator in the place of ours and of the Linear that feeds it, in place.
 
-    Only where nothing else reads the Linear's result, and nothing happens between the two.
+    Only where nothing else reads the Linear's result, nothing happens between the two, and nothing
+    that is known before the graph runs speaks against one kernel.
 
     Args:
-        graph: A graph in which `apply` has replaced chains.
+        graph: A graph in which `rewrite.apply` has replaced chains.
         root: The module that the graph addresses.
-
-    Returns:
-        The Linears that are gone from the graph.
+        named: Names of values that must stay.
     """
-    taken: list[fx.Node] = []
+    choices: list[LinearChoice] = []
     for call in list(graph.nodes):
         if call.target is not ops.group_norm_activation:
             continue
         linear = call.args[0]
-        if not isinstance(linear, fx.Node) or set(linear.users) != {call}:
+        if not isinstance(linear, fx.Node) or set(linear.users) != {call} or linear.name in named:
             continue
         reading = nodes.read(linear, root)
         if reading is None or reading.operation != "linear" or _obstacle(reading, linear, root):
             continue
-        if linear.op != "call_module" and linear.target is not F.linear:
+        if linear.op != "call_module" and linear.target not in _LINEARS:
             continue  # an addmm takes biases that are no Linear's
         # The layout of the result and the dtype of the norm alone are not the operator's to choose.
         if not {"weight", "bias", "eps", "activation", "params", "verify_batch_size"}.issuperset(
@@ -171,6 +219,10 @@ def take_linears_in(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
         while node.op == "get_attr":
             node = node.next
         if node is not call:
+            continue
+        choice = _choose_kernel(reading, linear, call, root)
+        choices.append(choice)
+        if not choice.taken:
             continue
         operands = [reading.arguments[name] for name in ("input", "weight", "bias")]
         with graph.inserting_before(call):
@@ -188,8 +240,47 @@ def take_linears_in(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
         call.replace_all_uses_with(whole)
         graph.erase_node(call)
         graph.erase_node(linear)
-        taken.append(linear)
-    return taken
+    return choices
+
+
+_LINEARS = (F.linear, torch.ops.aten.linear.default)
+
+
+def _choose_kernel(
+    reading: nodes.Reading, linear: fx.Node, call: fx.Node, root: nn.Module
+) -> LinearChoice:
+    """What is known of a Linear and our call behind it before they run.
+
+    A graph without values may run in any dtype and on any device, on any number of rows.
+    """
+    weight = _tensor(reading.arguments["weight"], root)
+    affine = _tensor(call.kwargs.get("weight"), root)
+    result = nodes.value(linear)
+    if weight is None or (result is None and not weight.is_cuda):
+        return LinearChoice(linear, True, "")  # it may be moved yet
+    out_features, in_features = weight.shape
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    dtype, rows, output_dtype = weight.dtype if half else torch.bfloat16, 1 << 20, None
+    if result is not None:
+        if result.dim() != 2:
+            return LinearChoice(linear, False, "its result has not two dimensions")
+        dtype, rows = result.dtype, nodes.hint(result.shape[0])
+        whole = nodes.value(call)
+        output_dtype = None if whole is None else whole.dtype
+    if not all(type(n) is int for n in (rows, in_features, out_features)):
+        return LinearChoice(linear, True, "")
+    served, reason = ops.linear_kernel(
+        rows,
+        in_features,
+        out_features,
+        cast(int, call.args[1]),
+        cast(str, call.kwargs["activation"]),
+        dtype=dtype,
+        device=weight.device,
+        output_dtype=output_dtype,
+        affine_dtype=None if affine is None else affine.dtype,
+    )
+    return LinearChoice(linear, served, reason)
 
 
 # ---- the steps of a chain -------------------------------------------------------------------
@@ -240,16 +331,9 @@ def _has_its_sizes(reading: nodes.Reading) -> bool:
     return value is not None and nodes.same_sizes(value.shape[:2], told)
 
 
-_OURS = (
-    ops.group_norm_activation,
-    ops.group_norm_add_activation,
-    ops.linear_group_norm_activation,
-)
-
-
 def _ours(target: object) -> Callable[..., Any] | None:
     """Our function, where a target is that or its operator, as exported programs have it."""
-    for function in _OURS:
+    for function in ops.FUNCTIONS:
         if target is function:
             return function
         if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -283,12 +367,9 @@ def _norm(arguments: Mapping[str, Any], root: nn.Module) -> _Norm | Refusal:
         given = arguments[name]
         if given is not None and not isinstance(given, (fx.Node, Attribute)):
             return Reason.BAD_AFFINE.because(name=name)
-        value = given.value if isinstance(given, Attribute) else None
-        if isinstance(given, fx.Node):
-            value = nodes.attribute(given, root)
-            value = nodes.value(given) if value is None else value
         # A tensor that the graph computes is known only when it runs; the operator checks it then.
-        if isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape):
+        value = _tensor(given, root)
+        if value is not None and all(type(size) is int for size in value.shape):
             num_channels = arguments.get("num_channels", value.numel())
             if value.shape != (num_channels,) or not value.is_floating_point():
                 return Reason.BAD_AFFINE.because(name=name)
@@ -304,6 +385,15 @@ def _norm(arguments: Mapping[str, Any], root: nn.Module) -> _Norm | Refusal:
         arguments.get("verify_batch_size", True),
         arguments.get("autocast", True),
     )
+
+
+def _tensor(given: Any, root: nn.Module) -> torch.Tensor | None:
+    """The tensor that an argument is, or one like it, where that is known before the graph runs."""
+    found = given.value if isinstance(given, Attribute) else None
+    if isinstance(given, fx.Node):
+        found = nodes.attribute(given, root)
+        found = nodes.value(given) if found is None else found
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _residual(node: fx.Node, root: nn.Module) -> Part | None:

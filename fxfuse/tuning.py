@@ -126,11 +126,10 @@ def _example(node: fx.Node) -> Any:
 
 def _hint(value: Any) -> Any:
     """The number that a symbol stood for when Dynamo met it."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        if not value.node.has_hint():
-            raise _Unknown
-        return value.node.hint
-    return value
+    known = nodes.hint(value)
+    if known is None and value is not None:
+        raise _Unknown
+    return known
 
 
 def _describe(value: Any) -> Any:

@@ -425,6 +425,38 @@ Tensor linear_cuda(const Tensor& input, const Tensor& linear_weight, const Maybe
 }
 #endif
 
+// Whether one kernel computes a Linear of these sizes with what follows it, and why it does or does
+// not: for reports, and for those who decide before there are tensors.
+std::tuple<bool, std::string> linear_kernel(int64_t rows, int64_t in_features, int64_t out_features,
+                                            int64_t num_groups, at::ScalarType dtype,
+                                            at::ScalarType output_dtype,
+                                            at::ScalarType affine_dtype,
+                                            c10::string_view activation, at::Device device) {
+  [[maybe_unused]] const ActivationRow& row = find_activation(kLinearOp, activation);
+  TORCH_CHECK(rows >= 0 && in_features >= 0 && num_groups > 0 && out_features % num_groups == 0,
+              "fxfuse.", kLinearOp, ": expected sizes that groups divide, got ", rows, ", ",
+              in_features, ", ", out_features, " in ", num_groups);
+#ifdef FXFUSE_CUDA
+  if (!device.is_cuda()) return {false, "it is not on a GPU"};
+  if (!is_half_type(dtype)) return {false, "the dtype is not a 16-bit one"};
+  if (output_dtype != dtype && output_dtype != at::kFloat) return {false, "the result is rounded"};
+  LinearForward p{};
+  p.device = device.has_index() ? device.index() : 0;
+  p.batch = rows;
+  p.channels = out_features;
+  p.spatial = 1;
+  p.features = in_features;
+  p.num_groups = num_groups;
+  p.activation = row.functor;
+  p.dtype = to_dtype(dtype);
+  p.output_dtype = to_dtype(output_dtype);
+  p.affine_dtype = affine_dtype == dtype ? p.dtype : to_dtype(accumulate_type(dtype));
+  return {cuda::is_served(p), cuda::why_served(p)};
+#else
+  return {false, "the library has no CUDA kernels"};
+#endif
+}
+
 // ---- what a fake tensor needs ------------------------------------------------------------
 
 // The same checks and the same result, without a value: the fake kernels call it, so that the real
@@ -700,6 +732,11 @@ TORCH_LIBRARY(fxfuse, m) {
       "_empty_linear_result(Tensor input, Tensor linear_weight, Tensor? linear_bias, int "
       "num_groups, Tensor? weight, Tensor? bias, float eps, str activation, float[] params, "
       "ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "_linear_kernel(int rows, int in_features, int out_features, int num_groups, ScalarType "
+      "dtype, ScalarType output_dtype, ScalarType affine_dtype, str activation, Device device) -> "
+      "(bool, str)",
+      linear_kernel);
 }
 
 TORCH_LIBRARY_IMPL(fxfuse, CompositeExplicitAutograd, m) {

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fxfuse import ops
+
 # The first example of a process may wait for the library to be built.
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -31,3 +33,11 @@ def _seed() -> None:
 def _float32_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch allows cuDNN TF32, and whether it takes it depends on the memory format."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a kernel that takes every Linear in: nothing there needs a GPU."""
+    monkeypatch.setattr(ops, "may_have_linear_kernel", lambda: True)
+    monkeypatch.setattr(ops, "_with_linear_kernel", {torch.device("cpu"): True})
+    monkeypatch.setattr(ops, "linear_kernel", lambda *args, **kwargs: (True, "it is a test"))

@@ -729,17 +729,59 @@ def test_report_names_graph_module_and_line() -> None:
     assert fxfuse.report().sites == ()
 
 
+# ---- the Linear ahead of the norm -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_is_taken_in() -> None:
+    model = Block().double()
+    run = compiled(model, "inductor", dynamic=True)
+    with torch.no_grad():
+        _, code = run_and_get_code(run, inputs())
+        assert "fxfuse.linear_group_norm_activation" in code[0]
+        assert "addmm" not in code[0]
+        for x in (inputs(), inputs(7, 12)):
+            torch.testing.assert_close(run(x), model(x))
+    (site,) = fxfuse.report().sites
+    assert site.reason.endswith("one kernel computes the Linear as well: it is a test.")
+    assert_same(model, run, inputs())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_that_is_better_alone_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: set[int] = set()
+
+    def linear_kernel(n: int, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        rows.add(n)
+        return False, "there are too few rows"
+
+    monkeypatch.setattr(ops, "linear_kernel", linear_kernel)
+    model = Block().double()
+    with torch.no_grad():
+        x = inputs()
+        result, code = run_and_get_code(compiled(model, "inductor", dynamic=True), x)
+        torch.testing.assert_close(result, model(x))
+    assert rows == {5}
+    assert "fxfuse.group_norm_activation" in code[0]
+    assert "addmm" in code[0]
+    (site,) = fxfuse.report().sites
+    assert site.reason.endswith("The Linear has a kernel of its own: there are too few rows.")
+
+
 # ---- across processes -----------------------------------------------------------------------
 
 WARM = """
 import sys, torch
 from torch import nn
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 import fxfuse
 from fxfuse.backend import compile_graph
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(12, 12), nn.GroupNorm(4, 12), nn.Hardtanh(-0.5, float(sys.argv[2])))
+linear, norm, bound = nn.Linear(12, 12), nn.GroupNorm(4, 12), float(sys.argv[2])
+def model(x):
+    return F.hardtanh(norm(linear(x)), -0.5, bound) + F.relu(norm(x) + x)
 x = torch.randn(5, 12, requires_grad=True)
 if sys.argv[1] == "backend":
     output = torch.compile(model, backend=compile_graph)(x)

@@ -124,6 +124,46 @@ def test_what_a_kept_module_returns_stays() -> None:
     torch.testing.assert_close(torch.export.unflatten(program)(*x), model(*x))
 
 
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_is_taken_in(tmp_path: Path) -> None:
+    model = Network().double()
+    program = exported(model, decomposed=False)
+    first, second = fxfuse.fuse(program).sites
+    assert first.reason.endswith("one kernel computes the Linear as well: it is a test.")
+    assert second.reason == "Replaced by one operator."
+    code = program.graph_module.code
+    assert code.count("torch.ops.fxfuse.linear_group_norm_activation.default") == 1
+    assert "aten.linear" not in code
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2")
+    for batch in (5, 9):
+        x = inputs(batch)
+        torch.testing.assert_close(loaded.module()(*x), model(*x))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_that_a_signature_names_stays() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.GroupNorm(4, 12), nn.ReLU()).double()
+    program = torch.export.export(model, inputs(), preserve_module_call_signature=("0",))
+    assert fxfuse.fuse(program).matched == 1
+    x = inputs()
+    torch.testing.assert_close(torch.export.unflatten(program)(*x), model(*x))
+
+
+def test_a_decomposed_norm_keeps_its_dtype_under_autocast(device: torch.device) -> None:
+    model = nn.Sequential(nn.GroupNorm(4, 12), nn.ReLU()).to(device, torch.bfloat16)
+    x = torch.randn(5, 12, dtype=torch.bfloat16, device=device)
+    results = []
+    for fused in (False, True):
+        program = torch.export.export(model, (x,)).run_decompositions()
+        assert not fused or fxfuse.fuse(program).matched == 1
+        with torch.autocast(device.type, torch.bfloat16):
+            results.append(program.module()(x))
+    theirs, ours = results
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_a_region_under_autocast_is_fused_inside() -> None:
     class Region(nn.Module):
         def __init__(self) -> None:

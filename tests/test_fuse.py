@@ -1114,6 +1114,19 @@ def test_fused_module_is_a_graph_module_like_any_other(
     assert_same(other, model, torch.randn(3, 4, dtype=torch.float64))
 
 
+@pytest.mark.usefixtures("hopper")
+def test_a_linear_is_taken_in() -> None:
+    model = chain().double()
+    fused = trace(model)
+    (site,) = fuse(fused).sites
+    assert site.fused
+    assert site.reason.endswith("On a GPU that can, one kernel computes the Linear as well.")
+    assert [n.target for n in fused.graph.nodes if n.op.startswith("call_")] == [
+        ops.linear_group_norm_activation
+    ]
+    assert_same(fused, model, torch.randn(3, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("operator", [False, True])
 def test_a_linear_that_was_taken_in_is_reported_as_fused(operator: bool) -> None:
     fused = trace(chain())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,12 @@ from problems import (
     lay_out,
     reference,
 )
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
+import fxfuse
 from fxfuse import library, ops
+from fxfuse.backend import compile_graph
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -472,7 +475,7 @@ def test_a_compiled_graph_has_one_operator_without_gradients_and_two_with(
 # ---- the function that graphs call ----------------------------------------------------------
 
 
-class Model(torch.nn.Module):
+class Model(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.linear_group_norm_activation(x, weight, None, 2, activation="relu")
 
@@ -711,6 +714,58 @@ def test_what_the_kernel_does_not_take_runs_as_the_two_operators(name: str) -> N
     operands = problem.tensors("cuda")
     assert not any("linear_" in found for found in kernels(lambda: problem.ours(*operands)))
     assert torch.equal(problem.ours(*operands), problem.two(*operands))
+
+
+def fused_by_every_door(
+    model: nn.Module, x: Tensor
+) -> Iterator[tuple[str, Callable[[Tensor], Tensor], fxfuse.FusionReport]]:
+    """What a door makes of a model, by its name, and the report that it gives."""
+    optimized = fxfuse.optimize(model)
+    yield "optimize", optimized, fxfuse.report(optimized)
+    traced = fx.symbolic_trace(model)
+    yield "fuse", traced, fxfuse.fuse(traced)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    report = fxfuse.fuse(program)
+    yield "export", program.module(), report
+    for inner in ("eager", "inductor"):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            model, backend=compile_graph, dynamic=True, options={"inner": inner}
+        )
+        compiled(x)
+        yield inner, compiled, fxfuse.report()
+    torch._dynamo.reset()
+
+
+@needs_hopper
+@pytest.mark.parametrize("kernel", SIZES)
+@torch.no_grad()
+def test_every_door_leads_to_the_kernel_and_says_so(kernel: str) -> None:
+    m, k, n = SIZES[kernel]
+    layers = nn.Linear(k, n), nn.GroupNorm(n // 32, n), nn.Hardtanh(-0.5, 0.5)
+    model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    served, reason = ops.linear_kernel(m, k, n, n // 32, "hardtanh", dtype=x.dtype, device=x.device)
+    assert served
+    expected = torch.ops.fxfuse.linear_group_norm_activation(
+        x, *layers[0].parameters(), n // 32, *layers[1].parameters(), 1e-5, "hardtanh", [-0.5, 0.5]
+    )
+    for door, function, report in fused_by_every_door(model, x):
+        assert any(kernel in name for name in kernels(functools.partial(function, x))), door
+        assert torch.equal(function(x), expected), door
+        (site,) = report.sites
+        assert site.reason.endswith(f"one kernel computes the Linear as well: {reason}."), door
+
+
+@needs_hopper
+def test_a_site_says_why_its_linear_stays() -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.GroupNorm(2, 96), nn.Hardtanh())
+    model = model.to("cuda", torch.bfloat16)
+    x = torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
+    for door, function, report in fused_by_every_door(model, x):
+        torch.testing.assert_close(function(x), model(x), rtol=2e-2, atol=2e-2, msg=door)
+        (site,) = report.sites
+        assert "The Linear has a kernel of its own: groups are not of 32" in site.reason, door
 
 
 @needs_hopper

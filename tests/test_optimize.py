@@ -1229,13 +1229,6 @@ def test_every_kind_of_hook_added_later_runs_the_original(kind: str, place: str)
 # ---- the Linear ahead of the norm -----------------------------------------------------------
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with the kernel that takes a Linear in: nothing there needs a GPU."""
-    monkeypatch.setattr(ops, "may_have_linear_kernel", lambda: True)
-    monkeypatch.setattr(ops, "_with_linear_kernel", {torch.device("cpu"): True})
-
-
 def takes(model: nn.Module, **arguments: Any) -> bool:
     """Whether the Linear is taken in; the model does the same in any case."""
     optimized = fxfuse.optimize(model, **arguments)
@@ -1270,9 +1263,12 @@ def test_a_linear_is_taken_in() -> None:
     model = sequential()
     model[0] = nn.Linear(12, 12, bias=False)
     assert takes(model)
-    code = vars(fxfuse.optimize(Block()))[_PLAN].code
+    optimized = fxfuse.optimize(Block())
+    code = vars(optimized)[_PLAN].code
     assert "self.linear(" not in code
     assert "self.linear.weight" in code
+    (site,) = fxfuse.report(optimized).sites
+    assert "one kernel computes the Linear as well" in site.reason
 
 
 @pytest.mark.usefixtures("hopper")

@@ -47,6 +47,8 @@ void run_backward(const Backward& problem) { run<Backward>(problem, backward, "b
 
 bool is_served(const LinearForward& problem) { return serves(problem); }
 
+const char* why_served(const LinearForward& problem) { return choice(problem); }
+
 void run_linear(const LinearForward& problem) {
   const auto device = static_cast<c10::DeviceIndex>(problem.device);
   const c10::cuda::CUDAGuard guard(device);

@@ -13,6 +13,7 @@ void run_backward(const Backward& problem);
 
 // Whether run_linear serves a problem, and faster than the two operators; `output` may be null.
 bool is_served(const LinearForward& problem);
+const char* why_served(const LinearForward& problem);  // or why not
 void run_linear(const LinearForward& problem);
 
 }  // namespace fxfuse::cuda
