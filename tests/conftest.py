@@ -1,6 +1,7 @@
 """Settings shared by every test."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,9 +31,10 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _float32_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+def _float32_convolutions() -> Iterator[None]:
     """PyTorch allows cuDNN TF32, and whether it takes it depends on the memory format."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 @pytest.fixture

@@ -519,13 +519,13 @@ def test_write_through_a_clone() -> None:
 
 
 def test_autocast_knows_the_norm_of_the_dialect(device: torch.device) -> None:
-    x = torch.randn(3, 4, 5, dtype=torch.bfloat16)
-    model = nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()).bfloat16()
+    x = torch.randn(3, 4, 5, dtype=torch.bfloat16, device=device)
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()).to(device, torch.bfloat16)
     for dialect in ("export", "make_fx"):
-        graph_module = graphs.DIALECTS[dialect](model, x).graph_module.to(device)
+        graph_module = graphs.DIALECTS[dialect](model, x).graph_module
         plain = copy.deepcopy(graph_module)
         assert fuse(graph_module).matched == 1
-        inputs = [*model.to(device).parameters(), x.to(device)]
+        inputs = [*model.parameters(), x]
         inputs = inputs if dialect == "export" else inputs[-1:]
         with torch.autocast(device.type):
             ours, theirs = graph_module(*inputs), plain(*inputs)
