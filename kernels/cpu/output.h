@@ -225,9 +225,6 @@ void grad_of(const Accumulate<T>* z, const void* dy, Accumulate<T>* dz, void* ke
   });
 }
 
-template <class T, class Activation>
-constexpr Function<Accumulate<T>> kFunction = {value_of<T, Activation>, grad_of<T, Activation>};
-
 // What writes the runs of the output, which come in the order of memory without a gap.
 template <class T, class Activation>
 class InlinedOutput {
