@@ -386,11 +386,11 @@ FXFUSE_INLINE void dinput_run(const Work<Accumulate<T>>& work, int64_t position,
   using A = Accumulate<T>;
   const T* x = static_cast<const T*>(work.input) + position;
   T* dx = static_cast<T*>(work.dinput) + position;
-  for_vectors<A>(length, [=](int64_t i, auto part) __attribute__((always_inline)) {
+  write_run(dx, length, [=](int64_t i, auto part) __attribute__((always_inline)) {
     const auto centred = normalization.centre(x, i, part);
     const auto dz = gradient.dz(position, i, part, centred, normalization);
     const auto scaled = rounded<A>(dz * normalization.scale.at(i, part));
-    store(dx + i, (scaled - offset.at(i, part)) - centred * slope.at(i, part), part);
+    return (scaled - offset.at(i, part)) - centred * slope.at(i, part);
   });
 }
 

@@ -233,11 +233,11 @@ class InlinedOutput {
 
   template <class Normalization>
   FXFUSE_INLINE void run(const T* x, T* y, int64_t length, Normalization normalization) {
-    for_vectors<Accumulate<T>>(
-        length, [=, activation = activation_](int64_t i, auto part) __attribute__((always_inline)) {
-          const auto z = normalization.z(normalization.centre(x, i, part), i, part);
-          store(y + i, activation.value(z), part);
-        });
+    write_run(y, length, [=, activation = activation_](int64_t i, auto part)
+                             __attribute__((always_inline)) {
+                               return activation.value(
+                                   normalization.z(normalization.centre(x, i, part), i, part));
+                             });
   }
   void finish() {}
 

@@ -475,6 +475,19 @@ FXFUSE_INLINE void for_vectors(int64_t n, F f) {
   if (i < n) f(i, First{n - i});
 }
 
+// Writes f(i, part) to the vectors that cover a run of n values.  The last vector is a whole one
+// too, and what it covers a second time is written twice: its parts would cost more, and a masked
+// store would hold up the next run's loads from beside it.  It is computed first, so that f may read
+// the memory that is written.
+template <class T, class F>
+FXFUSE_INLINE void write_run(T* to, int64_t n, F f) {
+  constexpr int64_t w = kWidth<Accumulate<T>>;
+  if (n < w) return store(to, f(0, First{n}), First{n});
+  const auto last = f(n - w, Whole{});
+  for (int64_t i = 0; i < n - w; i += w) store(to + i, f(i, Whole{}));
+  store(to + (n - w), last);
+}
+
 // Sets n values, and up to a vector after them.
 template <class A>
 FXFUSE_INLINE void fill(A* to, int64_t n, A value) {
