@@ -60,6 +60,7 @@ class CalledGradient {
   }
 
   void finish() {
+    const T* input = static_cast<const T*>(work_.input) + position_;
     const T* dy = static_cast<const T*>(work_.grad_output) + position_;
     T* kept = static_cast<T*>(work_.dz) + position_;
     if constexpr (std::is_same_v<T, A>) {
@@ -67,7 +68,7 @@ class CalledGradient {
     } else {
       dz_ = buffer_;
     }
-    work_.function->grad(z_, dy, dz_, kept, count_, work_.params);
+    work_.function->grad(z_, input, dy, dz_, kept, count_, work_.params);
   }
 
   template <class Normalization, class Part>
@@ -77,7 +78,7 @@ class CalledGradient {
   }
 
   static FXFUSE_INLINE Vector<A> kept(Vector<A> dz) {
-    return Storage<T>::widen(Storage<T>::narrow(dz));
+    return Storage<T>::widen(Storage<T>::narrow_number(dz));
   }
 
  private:

@@ -6,6 +6,7 @@ namespace {
 #include "vector.h"
 #include "../activation.h"
 #include "gelu.h"
+#include "sigmoid.h"
 #include "statistics.h"
 #include "output.h"
 #include "gradient.h"
