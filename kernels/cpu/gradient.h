@@ -26,6 +26,13 @@ class InlinedGradient {
     return keep<A>(activation_.grad(z, load(dy_ + position + i, part)), part);
   }
 
+  // For the sums, which find the bus as idle as statistics.h says: 1024x8192 in 16 bits on two
+  // threads 11 to 21 % faster, 64x2048x7x7 2 to 10 % (EPYC, Zen 5, 2026-11-30).
+  FXFUSE_INLINE void prefetch(const T* x, int64_t position, int64_t i) const {
+    __builtin_prefetch(reinterpret_cast<const char*>(x + i) + kAhead);
+    __builtin_prefetch(reinterpret_cast<const char*>(dy_ + position + i) + kAhead);
+  }
+
   // What dinput will take for dz.
   static FXFUSE_INLINE Vector<A> kept(Vector<A> dz) { return dz; }
 
@@ -76,6 +83,8 @@ class CalledGradient {
                              const Normalization&) const {
     return load(dz_ + (position - position_) + i, part);
   }
+
+  void prefetch(const T*, int64_t, int64_t) const {}  // the function does
 
   static FXFUSE_INLINE Vector<A> kept(Vector<A> dz) {
     return Storage<T>::widen(Storage<T>::narrow_number(dz));
@@ -218,6 +227,7 @@ FXFUSE_INLINE void sum_block(const T* x, int64_t position, int64_t first, int64_
   // Two of each, so that an addition need not wait for the last.
   Vector<A> sums[2] = {}, products[2] = {};
   auto add = [&](int64_t i, int j, auto part) __attribute__((always_inline)) {
+    gradient.prefetch(x, position, i);
     const auto centred = keep<A>(normalization.centre(x, i, part), part);
     const auto dz = gradient.dz(position, i, part, centred, normalization);
     const auto summand = term(i, part, dz, centred);
