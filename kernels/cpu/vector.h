@@ -5,7 +5,11 @@
 
 #define FXFUSE_INLINE inline __attribute__((always_inline))
 // For loops over a few vectors that must be in registers: GCC leaves them alone at -O2.
+#if defined(__clang__)
+#define FXFUSE_UNROLL _Pragma("unroll")
+#else
 #define FXFUSE_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 template <class A, class I>
 struct VectorTypes {
