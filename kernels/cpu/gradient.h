@@ -26,6 +26,13 @@ class InlinedGradient {
     return keep<A>(activation_.grad(z, load(dy_ + position + i, part)), part);
   }
 
+  // For the sums, which find the bus as idle as statistics.h says: 1024x8192 in 16 bits on two
+  // threads 11 to 21 % faster, 64x2048x7x7 2 to 10 % (EPYC, Zen 5, 2026-11-30).
+  FXFUSE_INLINE void prefetch(const T* x, int64_t position, int64_t i) const {
+    __builtin_prefetch(reinterpret_cast<const char*>(x + i) + kAhead);
+    __builtin_prefetch(reinterpret_cast<const char*>(dy_ + position + i) + kAhead);
+  }
+
   // What dinput will take for dz.
   static FXFUSE_INLINE Vector<A> kept(Vector<A> dz) { return dz; }
 
@@ -60,6 +67,7 @@ class CalledGradient {
   }
 
   void finish() {
+    const T* input = static_cast<const T*>(work_.input) + position_;
     const T* dy = static_cast<const T*>(work_.grad_output) + position_;
     T* kept = static_cast<T*>(work_.dz) + position_;
     if constexpr (std::is_same_v<T, A>) {
@@ -67,7 +75,7 @@ class CalledGradient {
     } else {
       dz_ = buffer_;
     }
-    work_.function->grad(z_, dy, dz_, kept, count_, work_.params);
+    work_.function->grad(z_, input, dy, dz_, kept, count_, work_.params);
   }
 
   template <class Normalization, class Part>
@@ -76,8 +84,10 @@ class CalledGradient {
     return load(dz_ + (position - position_) + i, part);
   }
 
+  void prefetch(const T*, int64_t, int64_t) const {}  // the function does
+
   static FXFUSE_INLINE Vector<A> kept(Vector<A> dz) {
-    return Storage<T>::widen(Storage<T>::narrow(dz));
+    return Storage<T>::widen(Storage<T>::narrow_number(dz));
   }
 
  private:
@@ -217,6 +227,7 @@ FXFUSE_INLINE void sum_block(const T* x, int64_t position, int64_t first, int64_
   // Two of each, so that an addition need not wait for the last.
   Vector<A> sums[2] = {}, products[2] = {};
   auto add = [&](int64_t i, int j, auto part) __attribute__((always_inline)) {
+    gradient.prefetch(x, position, i);
     const auto centred = keep<A>(normalization.centre(x, i, part), part);
     const auto dz = gradient.dz(position, i, part, centred, normalization);
     const auto summand = term(i, part, dz, centred);
@@ -386,11 +397,11 @@ FXFUSE_INLINE void dinput_run(const Work<Accumulate<T>>& work, int64_t position,
   using A = Accumulate<T>;
   const T* x = static_cast<const T*>(work.input) + position;
   T* dx = static_cast<T*>(work.dinput) + position;
-  for_vectors<A>(length, [=](int64_t i, auto part) __attribute__((always_inline)) {
+  write_run(dx, length, [=](int64_t i, auto part) __attribute__((always_inline)) {
     const auto centred = normalization.centre(x, i, part);
     const auto dz = gradient.dz(position, i, part, centred, normalization);
     const auto scaled = rounded<A>(dz * normalization.scale.at(i, part));
-    store(dx + i, (scaled - offset.at(i, part)) - centred * slope.at(i, part), part);
+    return (scaled - offset.at(i, part)) - centred * slope.at(i, part);
   });
 }
 

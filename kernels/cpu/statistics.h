@@ -22,9 +22,11 @@ FXFUSE_INLINE Moments chunk_moments(const T* x, int64_t n, double inverse, doubl
   V sum[4] = {};
   int64_t i = 0;
   for (; i + 4 * w <= n; i += 4 * w) {
+    FXFUSE_UNROLL
     for (int64_t line = 0; line < 4 * w * int64_t{sizeof(T)}; line += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(x + i) + kAhead + line);
     }
+    FXFUSE_UNROLL
     for (int j = 0; j < 4; ++j) sum[j] += load(x + i + j * w);
   }
   for_vectors<A>(n - i, [&](int64_t k, auto part)
@@ -37,6 +39,7 @@ FXFUSE_INLINE Moments chunk_moments(const T* x, int64_t n, double inverse, doubl
     square[j] += v * v;
   };
   for (i = 0; i + 4 * w <= n; i += 4 * w) {
+    FXFUSE_UNROLL
     for (int j = 0; j < 4; ++j) add(load(x + i + j * w) - m, j);
   }
   for_vectors<A>(n - i, [&](int64_t k, auto part) __attribute__((always_inline)) {
@@ -185,8 +188,10 @@ FXFUSE_INLINE void column_sums(const T* x, int64_t pixels, int64_t channels, int
   constexpr int64_t w = kWidth<A>;
   Vector<A> sums[kVectors] = {};
   for (int64_t i = 0; i < pixels; ++i) {
+    FXFUSE_UNROLL
     for (int j = 0; j < kVectors; ++j) sums[j] += load(x + i * channels + c + j * w, part);
   }
+  FXFUSE_UNROLL
   for (int j = 0; j < kVectors; ++j) store(sum + c + j * w, sums[j], part);
 }
 
@@ -197,14 +202,17 @@ FXFUSE_INLINE void column_moments(const T* x, int64_t pixels, int64_t channels, 
   using A = Accumulate<T>;
   constexpr int64_t w = kWidth<A>;
   Vector<A> means[kVectors], differences[kVectors] = {}, squares[kVectors] = {};
+  FXFUSE_UNROLL
   for (int j = 0; j < kVectors; ++j) means[j] = load(mean + c + j * w, part);
   for (int64_t i = 0; i < pixels; ++i) {
+    FXFUSE_UNROLL
     for (int j = 0; j < kVectors; ++j) {
       const Vector<A> v = load(x + i * channels + c + j * w, part) - means[j];
       differences[j] += v;
       squares[j] += v * v;
     }
   }
+  FXFUSE_UNROLL
   for (int j = 0; j < kVectors; ++j) {
     store(difference + c + j * w, differences[j], part);
     store(square + c + j * w, squares[j], part);

@@ -4,6 +4,12 @@
 // power of two, and widening and narrowing, of which GCC 12 makes long sequences.
 
 #define FXFUSE_INLINE inline __attribute__((always_inline))
+// For loops over a few vectors that must be in registers: GCC leaves them alone at -O2.
+#if defined(__clang__)
+#define FXFUSE_UNROLL _Pragma("unroll")
+#else
+#define FXFUSE_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 template <class A, class I>
 struct VectorTypes {
@@ -295,13 +301,15 @@ FXFUSE_INLINE Bits16 upper_halves(Bits32 v) {
 #endif
 }
 
-// Storage<T> turns a vector of T, as it lies in memory, into the accumulate type and back.
+// Storage<T> turns a vector of T, as it lies in memory, into the accumulate type and back;
+// narrow_number() may make a number of NaN.
 template <class T>
 struct Storage {
   using Accumulate = T;
   using Raw = Vector<T>;
   static FXFUSE_INLINE Vector<T> widen(Raw v) { return v; }
   static FXFUSE_INLINE Raw narrow(Vector<T> v) { return v; }
+  static FXFUSE_INLINE Raw narrow_number(Vector<T> v) { return v; }
 };
 
 template <>
@@ -315,12 +323,17 @@ struct Storage<BFloat16> {
     const Bits32 bits = (Bits32)v, rounding = 0x7fffu + ((bits >> 16) & 1u);
     return upper_halves(bits + (v == v ? rounding : Bits32{}));
   }
+  // To nearest, ties away from 0.
+  static FXFUSE_INLINE Raw narrow_number(Vector<float> v) {
+    return upper_halves((Bits32)v + 0x8000u);
+  }
 };
 
 template <>
 struct Storage<Half> {
   using Accumulate = float;
   using Raw = Bits16;
+  static FXFUSE_INLINE Raw narrow_number(Vector<float> v) { return narrow(v); }
 #if defined(FXFUSE_AVX512)
   static FXFUSE_INLINE Vector<float> widen(Raw v) {
     return (Vector<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);
@@ -430,14 +443,12 @@ FXFUSE_INLINE Vector<Accumulate<T>> load(const T* from, First part) {
 }
 
 template <class T>
-FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, Whole = {}) {
-  auto raw = Storage<T>::narrow(v);
+FXFUSE_INLINE void store_raw(T* to, typename Storage<T>::Raw raw, Whole) {
   __builtin_memcpy(to, &raw, sizeof raw);
 }
 
 template <class T>
-FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, First part) {
-  auto raw = Storage<T>::narrow(v);
+FXFUSE_INLINE void store_raw(T* to, typename Storage<T>::Raw raw, First part) {
 #if defined(FXFUSE_AVX512)
   unsigned mask = (1u << part.count) - 1;
   if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(to, mask, (__m512i)raw);
@@ -453,6 +464,11 @@ FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, First part) {
 #endif
   copy_pieces<sizeof raw / 2>((char*)to, (const char*)&raw, part.count * sizeof(T));
 #endif
+}
+
+template <class T, class Part = Whole>
+FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, Part part = {}) {
+  store_raw(to, Storage<T>::narrow(v), part);
 }
 
 // v with 0 in the lanes that lie beyond the run, whatever was computed there.
@@ -471,6 +487,19 @@ FXFUSE_INLINE void for_vectors(int64_t n, F f) {
   int64_t i = 0;
   for (; i + kWidth<A> <= n; i += kWidth<A>) f(i, Whole{});
   if (i < n) f(i, First{n - i});
+}
+
+// Writes f(i, part) to the vectors that cover a run of n values.  The last vector is a whole one
+// too, and what it covers a second time is written twice: its parts would cost more, and a masked
+// store would hold up the next run's loads from beside it.  It is computed first, so that f may
+// read the memory that is written.
+template <class T, class F>
+FXFUSE_INLINE void write_run(T* to, int64_t n, F f) {
+  constexpr int64_t w = kWidth<Accumulate<T>>;
+  if (n < w) return store(to, f(0, First{n}), First{n});
+  const auto last = f(n - w, Whole{});
+  for (int64_t i = 0; i < n - w; i += w) store(to + i, f(i, Whole{}));
+  store(to + (n - w), last);
 }
 
 // Sets n values, and up to a vector after them.
@@ -525,6 +554,7 @@ FXFUSE_INLINE Vector<A> halves(Vector<A> a, Vector<A> b) {
 // sum_lanes of each of kWidth vectors, which are overwritten, as the lanes of one.
 template <class A, int kHalf = kWidth<A> / 2>
 FXFUSE_INLINE Vector<A> sum_rows(Vector<A>* rows) {
+  FXFUSE_UNROLL
   for (int i = 0; i < kHalf; ++i) {
     const Vector<A> a = rows[2 * i], b = rows[2 * i + 1];
     rows[i] = halves<A, kHalf, 0>(a, b) + halves<A, kHalf, kHalf>(a, b);

@@ -32,7 +32,9 @@ template <class A>
 struct Function {
   void (*value)(const A* z, void* y, int64_t n, const double* params);
   // dz is also written to `kept`, in the type of dy; where that is A, both are the same memory.
-  void (*grad)(const A* z, const void* dy, A* dz, void* kept, int64_t n, const double* params);
+  // `input` is where the values lie that z comes from, in the type of dy too.
+  void (*grad)(const A* z, const void* input, const void* dy, A* dz, void* kept, int64_t n,
+               const double* params);
 };
 
 // A is the accumulate type.  With scale = weight * rstd, z = (x - mean) * scale + bias and
