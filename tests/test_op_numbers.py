@@ -358,6 +358,36 @@ def test_case_27_a_bad_value_poisons_its_own_group(
             assert torch.equal(ours[others], before[others])
 
 
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["hardtanh", "silu", "sigmoid", "tanh", "gelu"])
+@pytest.mark.parametrize("place", ["input", "weight", "bias", "grad_output"])
+def test_case_27_every_nan_is_one(
+    device: torch.device, place: str, activation: str, dtype: torch.dtype
+) -> None:
+    """A NaN may have any digits: rounding to 16 bits must not carry them into its sign."""
+    params = (-1, 1) if activation == "hardtanh" else ()
+    problem = Problem((2, 12, 37), 4, dtype, activation=activation, params=params, wide_affine=True)
+
+    def gives_nan(sign: int | None) -> list[Tensor]:
+        operands = problem.tensors(device)
+        grad_output = problem.grad_output(operands)
+        found = grad_output if place == "grad_output" else getattr(operands, place)
+        found.view(-1)[3:9] = NAN
+        if sign is not None:  # all digits are ones
+            bits = found.view(INTEGERS[found.element_size()]).view(-1)
+            bits[3:9] = -1 if sign < 0 else torch.iinfo(bits.dtype).max
+        answer = run(problem.ours, operands, grad_output)
+        return [t.isnan() for t in vars(answer).values() if t is not None]
+
+    usual = gives_nan(None)
+    assert any(t.any() for t in usual)
+    for sign in (-1, 1):
+        torch.testing.assert_close(gives_nan(sign), usual)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", OUR_BOUNDS)
 def test_case_27_the_gradient_at_nan_at_every_length(

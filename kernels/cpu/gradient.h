@@ -87,7 +87,7 @@ class CalledGradient {
   void prefetch(const T*, int64_t, int64_t) const {}  // the function does
 
   static FXFUSE_INLINE Vector<A> kept(Vector<A> dz) {
-    return Storage<T>::widen(Storage<T>::narrow_number(dz));
+    return Storage<T>::widen(Storage<T>::narrow(dz));
   }
 
  private:

@@ -226,9 +226,7 @@ void grad_of(const Accumulate<T>* z, const void* input, const void* dy, Accumula
     const Vector<Accumulate<T>> v =
         activation.grad(load(z + i, part), load(static_cast<const T*>(dy) + i, part));
     store(dz + i, v, part);
-    if (!std::is_same_v<T, Accumulate<T>>) {
-      store_raw(static_cast<T*>(kept) + i, Storage<T>::narrow_number(v), part);
-    }
+    if (!std::is_same_v<T, Accumulate<T>>) store(static_cast<T*>(kept) + i, v, part);
   });
 }
 

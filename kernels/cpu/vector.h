@@ -301,15 +301,13 @@ FXFUSE_INLINE Bits16 upper_halves(Bits32 v) {
 #endif
 }
 
-// Storage<T> turns a vector of T, as it lies in memory, into the accumulate type and back;
-// narrow_number() may make a number of NaN.
+// Storage<T> turns a vector of T, as it lies in memory, into the accumulate type and back.
 template <class T>
 struct Storage {
   using Accumulate = T;
   using Raw = Vector<T>;
   static FXFUSE_INLINE Vector<T> widen(Raw v) { return v; }
   static FXFUSE_INLINE Raw narrow(Vector<T> v) { return v; }
-  static FXFUSE_INLINE Raw narrow_number(Vector<T> v) { return v; }
 };
 
 template <>
@@ -323,17 +321,12 @@ struct Storage<BFloat16> {
     const Bits32 bits = (Bits32)v, rounding = 0x7fffu + ((bits >> 16) & 1u);
     return upper_halves(bits + (v == v ? rounding : Bits32{}));
   }
-  // To nearest, ties away from 0.
-  static FXFUSE_INLINE Raw narrow_number(Vector<float> v) {
-    return upper_halves((Bits32)v + 0x8000u);
-  }
 };
 
 template <>
 struct Storage<Half> {
   using Accumulate = float;
   using Raw = Bits16;
-  static FXFUSE_INLINE Raw narrow_number(Vector<float> v) { return narrow(v); }
 #if defined(FXFUSE_AVX512)
   static FXFUSE_INLINE Vector<float> widen(Raw v) {
     return (Vector<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);
@@ -443,12 +436,14 @@ FXFUSE_INLINE Vector<Accumulate<T>> load(const T* from, First part) {
 }
 
 template <class T>
-FXFUSE_INLINE void store_raw(T* to, typename Storage<T>::Raw raw, Whole) {
+FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, Whole = {}) {
+  auto raw = Storage<T>::narrow(v);
   __builtin_memcpy(to, &raw, sizeof raw);
 }
 
 template <class T>
-FXFUSE_INLINE void store_raw(T* to, typename Storage<T>::Raw raw, First part) {
+FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, First part) {
+  auto raw = Storage<T>::narrow(v);
 #if defined(FXFUSE_AVX512)
   unsigned mask = (1u << part.count) - 1;
   if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(to, mask, (__m512i)raw);
@@ -464,11 +459,6 @@ FXFUSE_INLINE void store_raw(T* to, typename Storage<T>::Raw raw, First part) {
 #endif
   copy_pieces<sizeof raw / 2>((char*)to, (const char*)&raw, part.count * sizeof(T));
 #endif
-}
-
-template <class T, class Part = Whole>
-FXFUSE_INLINE void store(T* to, Vector<Accumulate<T>> v, Part part = {}) {
-  store_raw(to, Storage<T>::narrow(v), part);
 }
 
 // v with 0 in the lanes that lie beyond the run, whatever was computed there.
