@@ -982,6 +982,68 @@ def test_write_to_the_input_in_between() -> None:
         torch.testing.assert_close(fused(x), model(x))
 
 
+def test_what_may_write_unseen_before_the_residual_is_there() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.relu_()
+            return x * 2
+
+    def unseen(x: Tensor) -> Tensor:
+        return x.relu_() * 2
+
+    writes = torch.ops.aten.relu_  # of which the overload is not chosen yet
+    inplace = nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(4, 4, 1))
+    pure = nn.Sequential(nn.ReLU(), nn.Conv1d(4, 4, 1))
+    hooked = nn.Sequential(nn.ReLU())
+    hooked.register_forward_pre_hook(lambda module, args: (args[0].relu_(),))
+    for branch, from_conv, expected in (
+        (Branch(), False, "may_be_written"),
+        (unseen, False, "may_be_written"),
+        (writes, False, "written_meanwhile"),
+        (inplace, False, "may_be_written"),
+        (hooked, False, "may_be_written"),
+        (pure, False, "fused"),
+        (torch.sin, False, "fused"),
+        # What the norm reads is not what the branch is given.
+        (Branch(), True, "fused"),
+        (inplace, True, "fused"),
+    ):
+        root = nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "conv": nn.Conv1d(4, 4, 1)})
+        graph = fx.Graph()
+        x = graph.call_function(operator.mul, (graph.placeholder("x"), 1.0))
+        y = graph.call_module("norm", (graph.call_module("conv", (x,)) if from_conv else x,))
+        if isinstance(branch, nn.Module):
+            root["branch"] = branch
+            residual = graph.call_module("branch", (x,))
+        else:
+            residual = graph.call_function(branch, (x,))
+        graph.output(graph.call_function(F.relu, (graph.call_function(torch.add, (y, residual)),)))
+        fused = fx.GraphModule(root, graph)
+        x = torch.randn(2, 4, 3)
+        with torch.no_grad():
+            right = fused(x)
+            (site,) = fuse(fused).sites
+            assert site.code == expected, branch
+            torch.testing.assert_close(fused(x), right)
+
+
+def test_a_residual_of_the_same_tensor() -> None:
+    # A caller may hand in one tensor twice.
+    graph = fx.Graph()
+    x, other = graph.placeholder("x"), graph.placeholder("other")
+    y = graph.call_module("norm", (x,))
+    residual = graph.call_module("branch", (other,))
+    graph.output(graph.call_function(F.relu, (graph.call_function(torch.add, (y, residual)),)))
+    branch = nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(4, 4, 1))
+    fused = fx.GraphModule(nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "branch": branch}), graph)
+    x = torch.randn(2, 4, 3)
+    with torch.no_grad():
+        right = fused(x.clone(), x.clone())
+        right = fused(*[x.clone()] * 2)
+        assert [site.code for site in fuse(fused).sites] == ["may_be_written"]
+        torch.testing.assert_close(fused(*[x.clone()] * 2), right)
+
+
 def test_measured_before_and_after() -> None:
     def function(m: Any, x: Tensor) -> Any:
         y = m.norm(x)
@@ -1125,6 +1187,87 @@ def test_a_linear_is_taken_in() -> None:
         ops.linear_group_norm_activation
     ]
     assert_same(fused, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("shape", "weight", "bias"),
+    [
+        ((3, 4, 5), (5,), None),
+        ((3, 4, 5), (5,), ()),
+        ((3, 5), (4, 5), (1,)),
+        ((3, 5), (4, 5), ()),
+        ((3, 5), (4, 5), (3, 4)),
+        ((2, 4, 5), (3, 5), (1,)),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_what_f_linear_takes_that_no_linear_has(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    bias: tuple[int, ...] | None,
+    known: bool,
+) -> None:
+    tensors = [None if size is None else torch.randn(size) for size in (weight, bias)]
+
+    class Functional(nn.Module):
+        def forward(self, x: Tensor, *given: Tensor | None) -> Tensor:
+            return F.relu(F.group_norm(F.linear(x, *(tensors if known else given)), 2))
+
+    x, model = torch.randn(shape), Functional()
+    given = [] if known else [t for t in tensors if t is not None]
+    if known:
+        fused = torch.export.export(model, (x,)).module()
+    else:
+        graph = fx.Graph()
+        z = graph.call_function(F.linear, tuple(map(graph.placeholder, "xwb"[: 1 + len(given)])))
+        graph.output(graph.call_function(F.relu, (graph.call_function(F.group_norm, (z, 2)),)))
+        fused = fx.GraphModule(nn.Module(), graph)
+    assert isinstance(fused, fx.GraphModule)
+    assert fuse(fused).matched == 1
+    torch.testing.assert_close(fused(x, *given), model(x, *given))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("affine", [False, True])
+def test_channels_that_are_not_the_linear_s(monkeypatch: pytest.MonkeyPatch, affine: bool) -> None:
+    """On a GPU a graph without values is told from its parameters alone."""
+
+    def linear_kernel(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        raise AssertionError("such sizes raise")
+
+    monkeypatch.setattr(ops, "linear_kernel", linear_kernel)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    model = nn.Sequential(
+        nn.Linear(5, 10 if affine else 9), nn.GroupNorm(2, 4, affine=affine), nn.ReLU()
+    )
+    (site,) = fuse(trace(model)).sites
+    assert site.reason.endswith("a kernel of its own: its result has not two dimensions.")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_our_functions_in_a_graph_of_someone_else() -> None:
+    def function(x: Tensor, weight: Tensor, scale: Tensor, bound: Any, groups: Any) -> Tensor:
+        y = F.relu(F.group_norm(x, 2))
+        for args, kwargs in (
+            ((), {"activation": "relu", "num_groups": 2, "weight": scale}),
+            ((2,), {"activation": "hardtanh", "params": (-1.0, bound)}),
+            ((groups,), {"activation": "relu"}),
+            ((2,), {}),
+            ((2, scale, None, 1e-5, "relu"), {}),
+        ):
+            y = F.linear(y, weight)
+            given = {"input": y} if not args else {}
+            y = ops.group_norm_activation(*([y] if args else []), *args, **kwargs, **given)
+        return y
+
+    fused = fx.symbolic_trace(function)
+    report = fuse(fused)
+    assert [site.code for site in report.sites] == ["fused", *5 * ["already_fused"]]
+    assert report.sites[1].producer == "Linear"
+    assert "hardtanh(-1, bound)" in report.sites[2].activation
+    args = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4), 0.5, 2
+    torch.testing.assert_close(fused(*args), function(*args))
 
 
 @pytest.mark.parametrize("operator", [False, True])
