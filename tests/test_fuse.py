@@ -1265,7 +1265,7 @@ def test_our_functions_in_a_graph_of_someone_else() -> None:
     report = fuse(fused)
     assert [site.code for site in report.sites] == ["fused", *5 * ["already_fused"]]
     assert report.sites[1].producer == "Linear"
-    assert "hardtanh(-1, bound)" in report.sites[2].activation
+    assert "hardtanh(-1, bound)" in report.sites[2].reason
     args = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4), 0.5, 2
     torch.testing.assert_close(fused(*args), function(*args))
 
