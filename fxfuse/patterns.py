@@ -29,7 +29,8 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
     Results, gradients, `state_dict` and submodules stay what they were; only nodes change.  Tensors
     are read when the graph runs; numbers such as eps and bounds, and which modules carry hooks, are
     read now.  Running it twice changes nothing.  The graphs that an operator runs, such as those
-    under `torch.utils.checkpoint` or `torch.no_grad`, are fused as well.
+    under `torch.utils.checkpoint` or `torch.no_grad`, and the GraphModules that the graph calls are
+    fused as well.
 
     Args:
         graph_module: What `torch.fx.symbolic_trace` returns, what Dynamo gives a backend, the graph
@@ -41,7 +42,15 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
 
     Returns:
         One entry for each GroupNorm: fused, or the reason why not.
+
+    Raises:
+        TypeError: If it is another module.
     """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            "fxfuse.fuse: expected a GraphModule or an ExportedProgram, got "
+            f"{type(graph_module).__name__}; fxfuse.optimize takes any model"
+        )
     available, table = library.load(), fusions(channels_last)
     found: list[Site] = []
     for module in with_bodies(graph_module):
@@ -54,11 +63,12 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
 
 
 def with_bodies(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
-    """A graph module, and those whose graphs its operators run: checkpoint, cond, no_grad."""
+    """A graph module, those that it calls, and those that its operators run: checkpoint, cond."""
     found = [graph_module]
     for module in found:
         for node in module.graph.nodes:
-            body = nodes.attribute(node, module)
+            called = node.op == "call_module"
+            body = module.get_submodule(node.target) if called else nodes.attribute(node, module)
             if isinstance(body, fx.GraphModule) and body not in found:
                 found.append(body)
     return found

@@ -531,7 +531,7 @@ class _Chain:
         return None
 
     def _memory(self, node: fx.Node) -> set[fx.Node | None]:
-        """The nodes whose memory may be what a node reads; None for all that the graph is given."""
+        """The nodes whose memory a node may read; None stands for all that the graph is given."""
         found: set[fx.Node | None] = set()
         waiting = list(node.all_input_nodes)
         while waiting:
@@ -539,8 +539,8 @@ class _Chain:
             if value in found:
                 continue
             found.add(value)
-            if value.op == "placeholder":
-                found.add(None)  # a caller may give the same tensor twice
+            if value.op in ("placeholder", "get_attr"):
+                found.add(None)  # the same tensor may come twice
             elif not self.fusion.makes(value, self.context.root):
                 waiting += value.all_input_nodes
         return found
