@@ -242,6 +242,8 @@ def _takes_residual(
 
 def _same_layout(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are known to have the same sizes and strides."""
+    if type(one) is Tensor and not torch.compiler.is_dynamo_compiling():  # numbers, no symbols
+        return one.size() == other.size() and one.stride() == other.stride()
     if one.dim() != other.dim():
         return False
     pairs = zip((*one.size(), *one.stride()), (*other.size(), *other.stride()), strict=True)
@@ -270,7 +272,7 @@ def _overrides(value: object) -> bool:
 
 def has_own_functions(value: object) -> bool:
     """Whether a tensor's class, such as DTensor or a quantised one, has its own Linear or sum."""
-    if type(value) in (Tensor, Parameter):
+    if value is None or type(value) in (Tensor, Parameter):
         return False
     return is_traceable_wrapper_subclass(value) or _overrides(value)
 
