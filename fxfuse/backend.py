@@ -287,6 +287,9 @@ def fuse(
 
     Returns:
         One entry for each GroupNorm: fused, or the reason why not.
+
+    Raises:
+        TypeError: If it is neither.
     """
     if not isinstance(program, ExportedProgram):
         return patterns.fuse(program, channels_last=channels_last)

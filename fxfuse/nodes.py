@@ -443,6 +443,28 @@ def name(node: fx.Node, root: nn.Module) -> str:
     return _CONVOLUTIONS.get(known, known) if node.op == "call_function" else known
 
 
+# Operations whose result may be their input.
+_PASSING = frozenset({"identity", "dropout", "cast"})
+_MATRIX_MODULES = (
+    *(getattr(nn, f"Conv{kind}{rank}d") for kind in ("", "Transpose") for rank in (1, 2, 3)),
+    nn.Linear,
+)
+
+
+def makes(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node's result is sure to lie in memory of its own."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if type(module) in _MATRIX_MODULES:
+            return obstacle(module, type(module)) is None
+    elif node.op == "call_function" and name(node, root) in _CONVOLUTIONS.values():
+        return True
+    reading = read(node, root)
+    if reading is None or reading.obstacle or reading.operation in _PASSING:
+        return False
+    return not reading.inplace and reading.arguments.get("out") is None
+
+
 def attribute(node: fx.Node, root: nn.Module) -> Any:
     """What a `get_attr` node reads now; None for any other node."""
     if node.op != "get_attr":

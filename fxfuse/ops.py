@@ -78,7 +78,12 @@ def group_norm_activation(
             torch refuses.
     """
     if has_torch_function_variadic(input, weight, bias):
-        # as F.group_norm does it: one call for a tracer's proxy, the subclass's own for others
+        if autocast and any(map(_overrides, (input, weight, bias))):
+            # Its class knows torch's functions, and not ours.
+            norm = F.group_norm if verify_batch_size else torch.group_norm
+            y = ACTIVATIONS[activation](norm(input, num_groups, weight, bias, eps), *params)
+            return y if dtype is None else y.to(dtype)
+        # as F.group_norm does it: one call for a tracer's proxy
         result: Tensor = handle_torch_function(
             group_norm_activation,
             (input, weight, bias),
@@ -165,10 +170,12 @@ def group_norm_add_activation(
         ValueError: If there is one value per group and ``verify_batch_size`` is set.
         RuntimeError: If an argument is not as described, or the residual cannot be added.
     """
-    if has_torch_function_variadic(input, residual, weight, bias):
+    operands = input, residual, weight, bias
+    own_sum = any(map(has_own_functions, operands))
+    if has_torch_function_variadic(*operands) and not own_sum:
         result: Tensor = handle_torch_function(
             group_norm_add_activation,
-            (input, residual, weight, bias),
+            operands,
             input,
             residual,
             num_groups,
@@ -184,8 +191,10 @@ def group_norm_add_activation(
             autocast=autocast,
         )
         return result
-    if not _takes_residual(input, residual, dtype, channels_last, autocast) or not (
-        library.is_loaded() or library.load()
+    if (
+        own_sum
+        or not _takes_residual(input, residual, dtype, channels_last, autocast)
+        or not (library.is_loaded() or library.load())
     ):
         y = group_norm_activation(
             input,
@@ -217,23 +226,55 @@ def _takes_residual(
     channels_last: ChannelsLast,
     autocast: bool,
 ) -> bool:
-    """Whether the operator gives what eager's sum gives: the sizes, dtype and layout of the norm's.
-
-    Subclasses, such as DTensor, have a sum of their own.
-    """
+    """Whether the operator gives what eager's sum gives: sizes, dtype and layout of the norm's."""
     if not isinstance(residual, Tensor) or dtype is not None or input.dim() < 2:
-        return False
-    if is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(residual):
         return False
     if input.is_cuda and (channels_last == "eager" or not autocast):
         return False
-    if input.device != residual.device or input.size() != residual.size():
+    if input.device != residual.device or not _same_layout(input, residual):
         return False
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
         # The norm's result is float32.
         wide = torch.float64 in (input.dtype, residual.dtype)
-        return not wide and residual.is_floating_point() and input.stride() == residual.stride()
-    return input.dtype == residual.dtype and input.stride() == residual.stride()
+        return not wide and residual.is_floating_point()
+    return input.dtype == residual.dtype
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are known to have the same sizes and strides."""
+    if type(one) is Tensor and not torch.compiler.is_dynamo_compiling():  # numbers, no symbols
+        return one.size() == other.size() and one.stride() == other.stride()
+    if one.dim() != other.dim():
+        return False
+    pairs = zip((*one.size(), *one.stride()), (*other.size(), *other.stride()), strict=True)
+    return all(_holds(a == b) for a, b in pairs)
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; not where that depends on data that is not there yet."""
+    if not (torch.compiler.is_dynamo_compiling() or isinstance(condition, torch.SymBool)):
+        return condition  # to Dynamo a SymBool is a bool, of torch.jit.trace it is a tensor
+    # Here, because the module that reasons about symbols takes long to import.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def _overrides(value: object) -> bool:
+    """Whether a tensor's class says itself what torch's functions do with it."""
+    if not isinstance(value, Tensor) or type(value) in (Tensor, Parameter):
+        return False
+    function = type(value).__torch_function__
+    inherited = Tensor.__torch_function__, torch._C._disabled_torch_function_impl
+    underlying = [getattr(f, "__func__", f) for f in (function, *inherited)]
+    return underlying[0] not in underlying[1:]
+
+
+def has_own_functions(value: object) -> bool:
+    """Whether a tensor's class, such as DTensor or a quantised one, has its own Linear or sum."""
+    if value is None or type(value) in (Tensor, Parameter):
+        return False
+    return is_traceable_wrapper_subclass(value) or _overrides(value)
 
 
 def linear_group_norm_activation(
@@ -279,7 +320,8 @@ def linear_group_norm_activation(
             torch refuses.
     """
     tensors = input, linear_weight, linear_bias, weight, bias
-    if has_torch_function_variadic(*tensors):
+    own_linear = any(map(has_own_functions, tensors))
+    if has_torch_function_variadic(*tensors) and not own_linear:
         result: Tensor = handle_torch_function(
             linear_group_norm_activation,
             tensors,
@@ -296,11 +338,13 @@ def linear_group_norm_activation(
             verify_batch_size=verify_batch_size,
         )
         return result
-    # A subclass (DTensor, a quantised weight) has its own Linear and knows nothing of this one.
     # Where there is no kernel, a compiler has better to do with a Linear than to leave it alone.
+    # F.linear takes one row for its weight too, and a bias that broadcasts.
     if (
-        not _has_linear_kernel(input.device)
-        or any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors)
+        own_linear
+        or not _has_linear_kernel(input.device)
+        or linear_weight.dim() != 2
+        or (linear_bias is not None and linear_bias.size() != linear_weight.size()[:1])
         or not (library.is_loaded() or library.load())
     ):
         return group_norm_activation(
@@ -397,7 +441,7 @@ def _check_size(
     for extent in size[2:]:  # math.prod is nothing that Dynamo can trace
         values *= extent
         count *= extent
-    if count == 0 or (values == 1 and verify_batch_size):
+    if _holds(count == 0) or (verify_batch_size and _holds(values == 1)):
         # F.group_norm has the rules, which are not the same in every torch, and the messages.
         # Asked on the CPU: CUDA's fails for C = 0 and stays failed.
         F.group_norm(like.new_empty(size, device="cpu"), num_groups, eps=eps)

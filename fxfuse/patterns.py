@@ -29,7 +29,8 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
     Results, gradients, `state_dict` and submodules stay what they were; only nodes change.  Tensors
     are read when the graph runs; numbers such as eps and bounds, and which modules carry hooks, are
     read now.  Running it twice changes nothing.  The graphs that an operator runs, such as those
-    under `torch.utils.checkpoint` or `torch.no_grad`, are fused as well.
+    under `torch.utils.checkpoint` or `torch.no_grad`, and the GraphModules that the graph calls are
+    fused as well.
 
     Args:
         graph_module: What `torch.fx.symbolic_trace` returns, what Dynamo gives a backend, the graph
@@ -41,7 +42,15 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
 
     Returns:
         One entry for each GroupNorm: fused, or the reason why not.
+
+    Raises:
+        TypeError: If it is another module.
     """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            "fxfuse.fuse: expected a GraphModule or an ExportedProgram, got "
+            f"{type(graph_module).__name__}; fxfuse.optimize takes any model"
+        )
     available, table = library.load(), fusions(channels_last)
     found: list[Site] = []
     for module in with_bodies(graph_module):
@@ -54,11 +63,12 @@ def fuse(graph_module: fx.GraphModule, *, channels_last: ops.ChannelsLast = "kee
 
 
 def with_bodies(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
-    """A graph module, and those whose graphs its operators run: checkpoint, cond, no_grad."""
+    """A graph module, those that it calls, and those that its operators run: checkpoint, cond."""
     found = [graph_module]
     for module in found:
         for node in module.graph.nodes:
-            body = nodes.attribute(node, module)
+            called = node.op == "call_module"
+            body = module.get_submodule(node.target) if called else nodes.attribute(node, module)
             if isinstance(body, fx.GraphModule) and body not in found:
                 found.append(body)
     return found
@@ -128,6 +138,7 @@ def fusions(
         producer=nodes.name,
         transparent=_transparent,
         measures=nodes.measures,
+        makes=nodes.makes,
         survey=nodes.viewed,
         target=ops.group_norm_activation,
         arguments=functools.partial(_arguments, channels_last=channels_last),
@@ -201,6 +212,9 @@ def take_linears_in(
     for call in list(graph.nodes):
         if call.target is not ops.group_norm_activation:
             continue
+        # As `_arguments` has them; someone else may have written anything.
+        if len(call.args) != 2 or type(call.args[1]) is not int or "activation" not in call.kwargs:
+            continue
         linear = call.args[0]
         if not isinstance(linear, fx.Node) or set(linear.users) != {call} or linear.name in named:
             continue
@@ -253,9 +267,14 @@ def _choose_kernel(
 
     A graph without values may run in any dtype and on any device, on any number of rows.
     """
-    weight = _tensor(reading.arguments["weight"], root)
+    weight, bias = (_tensor(reading.arguments[name], root) for name in ("weight", "bias"))
     affine = _tensor(call.kwargs.get("weight"), root)
-    result = nodes.value(linear)
+    result, num_groups = nodes.value(linear), cast(int, call.args[1])
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None and ops.has_own_functions(given):
+            return LinearChoice(linear, False, f"its {name} is a {type(given).__name__}")
+    if weight is not None and not _are_a_linears(weight, bias):
+        return LinearChoice(linear, False, "its weight or bias has not the shape of a Linear's")
     if weight is None or (result is None and not weight.is_cuda):
         return LinearChoice(linear, True, "")  # it may be moved yet
     out_features, in_features = weight.shape
@@ -269,11 +288,13 @@ def _choose_kernel(
         output_dtype = None if whole is None else whole.dtype
     if not all(type(n) is int for n in (rows, in_features, out_features)):
         return LinearChoice(linear, True, "")
+    if out_features % num_groups or (affine is not None and affine.numel() != out_features):
+        return LinearChoice(linear, False, "its result has not two dimensions")  # or it raises
     served, reason = ops.linear_kernel(
         rows,
         in_features,
         out_features,
-        cast(int, call.args[1]),
+        num_groups,
         cast(str, call.kwargs["activation"]),
         dtype=dtype,
         device=weight.device,
@@ -281,6 +302,16 @@ def _choose_kernel(
         affine_dtype=None if affine is None else affine.dtype,
     )
     return LinearChoice(linear, served, reason)
+
+
+def _are_a_linears(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a weight and a bias have the shapes of a Linear's: `F.linear` takes others as well.
+
+    It takes one row for its weight, and a bias that broadcasts.
+    """
+    if weight.dim() != 2:
+        return False
+    return bias is None or nodes.same_sizes(bias.shape, weight.shape[:1])
 
 
 # ---- the steps of a chain -------------------------------------------------------------------
@@ -347,10 +378,11 @@ def _already_fused(node: fx.Node, function: Callable[..., Any]) -> Part:
     names = inspect.signature(function).parameters
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     activation = _text(str(given.get("activation", "identity")), given.get("params", ()))
+    value = given.get("input")
     return Part(
         node,
         f"GroupNorm({given.get('num_groups')})",
-        node.all_input_nodes[0],
+        value if isinstance(value, fx.Node) else None,
         refusal=Reason.ALREADY_FUSED.because(activation=activation),
     )
 
@@ -648,7 +680,10 @@ def _label(name: str, node: fx.Node, root: nn.Module) -> str:
 
 
 def _text(label: str, params: Any) -> str:
-    return f"{label}({', '.join(f'{param:g}' for param in params)})" if params else label
+    if isinstance(params, fx.Node):  # someone has written our call with bounds that are computed
+        params = [params]
+    texts = (f"{param:g}" if _is_number(param) else str(param) for param in params)
+    return f"{label}({', '.join(texts)})" if params else label
 
 
 def _is_number(value: object) -> bool:

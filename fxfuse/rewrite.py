@@ -12,7 +12,8 @@ more than what its result shares with the value, such as the shape; and, where t
 writes in place, the readers that come after the last write, which see its result.  The new node
 stands where the chain began, so what the graph does to the chain's inputs afterwards comes
 afterwards still.  Where a later part of the chain reads another value too, such as a residual, it
-stands there instead, and nothing may be written to in between.
+stands there instead, and nothing may be written to in between, nor handed, if it could be, to what
+may write to it unseen, such as a module of the user's.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Reason(Enum):
     NO_ACTIVATION = "{value} goes to {reader}, which no fusion knows."
     NOT_THE_INPUT = "{value} enters {reader} as another argument than its input."
     WRITTEN_MEANWHILE = "{writer} writes in place before {reader} has all that it reads."
+    MAY_BE_WRITTEN = "{node} may write to what was read before {reader} has the rest."
     MODE_SWITCH = "{switch} changes the grad or autocast mode in between."
 
     # Found by the readers of the steps.
@@ -163,6 +165,7 @@ class Fusion:
         transparent: Reads a node that may stand between two steps because its result is its input.
         measures: Whether a node reads of a value inside the chain only what the chain's result
             shares with it, such as the shape.
+        makes: Whether a node's result is sure to lie in memory of its own.
         target: The function that takes the chain's place.
         arguments: Its positional and keyword arguments, from the graph, the match and the survey.
             Nodes that they need may be added to the graph; they will stand before the call.
@@ -179,6 +182,7 @@ class Fusion:
     target: Callable[..., Any]
     arguments: Callable[[fx.Graph, Match, Any], tuple[tuple[Any, ...], dict[str, Any]]]
     measures: Callable[[fx.Node], bool] = lambda node: False
+    makes: Callable[[fx.Node, nn.Module], bool] = lambda node, root: False
     survey: Callable[[fx.Graph], Any] = lambda graph: None
     instead: frozenset[Reason] = frozenset()
     outcome: Reason = Reason.FUSED
@@ -411,6 +415,11 @@ class _Context:
         """The places of the nodes that write to a value in place, in order."""
         return [index for node, index in self.order.items() if written(node, self.root)]
 
+    @functools.cached_property
+    def opaque(self) -> list[int]:
+        """The places of the nodes that may write to what they are given, in order."""
+        return [index for node, index in self.order.items() if _may_write(node, self.root)]
+
     def between(self, places: Sequence[int], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of the nodes at the given places that lie between two."""
         for found in range(bisect.bisect_right(places, self.order[first]), len(places)):
@@ -516,7 +525,25 @@ class _Chain:
         for writer in self.context.between(self.context.writers, self.nodes[0], place):
             if writer not in self.nodes:
                 return Reason.WRITTEN_MEANWHILE.because(writer=writer.name, reader=place.name)
+        for node in self.context.between(self.context.opaque, self.nodes[0], place):
+            if not self._memory(node).isdisjoint(self._memory(self.nodes[0])):
+                return Reason.MAY_BE_WRITTEN.because(node=node.name, reader=place.name)
         return None
+
+    def _memory(self, node: fx.Node) -> set[fx.Node | None]:
+        """The nodes whose memory a node may read; None stands for all that the graph is given."""
+        found: set[fx.Node | None] = set()
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            value = waiting.pop()
+            if value in found:
+                continue
+            found.add(value)
+            if value.op in ("placeholder", "get_attr"):
+                found.add(None)  # the same tensor may come twice
+            elif not self.fusion.makes(value, self.context.root):
+                waiting += value.all_input_nodes
+        return found
 
     def _may_stay(self, reader: fx.Node, value: fx.Node, tail: fx.Node) -> bool:
         """Whether a reader outside the chain may read the chain's result in place of a value."""
@@ -746,6 +773,48 @@ def _writes_first_argument(node: fx.Node, root: nn.Module) -> bool:
     except (TypeError, ValueError):  # a builtin, or a call that would fail
         arguments = node.kwargs
     return bool(arguments.get("inplace", False))
+
+
+_PACKAGES = frozenset({"builtins", "math", operator.add.__module__, "torch", __package__})
+"""Of functions that write as the conventions have it, which those of others may not do."""
+
+
+def _may_write(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node may write to values although the conventions do not tell (see `written`)."""
+    target = node.target
+    if node.op == "call_module":
+        return not all(map(_keeps_to_conventions, root.get_submodule(str(target)).modules()))
+    if node.op != "call_function":
+        return False
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        bodies = [_body(argument, root) for argument in node.all_input_nodes]
+        return not any(bodies) or any(
+            written(inner, body) or _may_write(inner, body)
+            for body in bodies
+            if body is not None
+            for inner in body.graph.nodes
+        )
+    if isinstance(target, torch._ops.OpOverloadPacket):  # its overload is chosen when it runs
+        return any(schema.is_mutable for schema in target._schemas.values())
+    package = (getattr(target, "__module__", None) or "builtins").partition(".")[0]
+    return not isinstance(target, torch._ops.OpOverload) and package not in _PACKAGES
+
+
+def _keeps_to_conventions(module: nn.Module) -> bool:
+    """Whether a module that holds others is known to write to nothing that it is given."""
+    own = type(module).__module__.startswith(("torch.nn.modules.", "torch.ao.nn."))
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return own and not hooked and not getattr(module, "inplace", False)
+
+
+def _body(node: fx.Node, root: nn.Module) -> fx.GraphModule | None:
+    """The graph that a node hands to an operator that runs it."""
+    if node.op != "get_attr":
+        return None
+    value: Any = root
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, fx.GraphModule) else None
 
 
 # What Dynamo writes for context managers; symbolic tracing records none.

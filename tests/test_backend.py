@@ -149,6 +149,68 @@ def test_a_bound_that_is_read_from_a_tensor_stays() -> None:
     assert {site.code for site in fxfuse.report().sites} == {"tensor_bound"}
 
 
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.usefixtures("hopper")
+def test_a_batch_whose_size_depends_on_data(inner: str, grad: bool) -> None:
+    # Of 3 times a batch torch does not know that it is not 1, and refuses the norm itself.
+    linear, norm = nn.Linear(12, 12).double(), nn.GroupNorm(3, 12).double()
+
+    def f(x: Tensor, mask: Tensor) -> Tensor:
+        y = F.relu(norm(linear(x[mask])))
+        return F.relu(norm(y) + x[mask])
+
+    def direct(x: Tensor, mask: Tensor) -> Tensor:
+        affine = norm.weight, norm.bias
+        y = ops.linear_group_norm_activation(
+            x[mask], linear.weight, linear.bias, 3, *affine, activation="relu"
+        )
+        return ops.group_norm_add_activation(y, x[mask], 3, *affine, activation="relu")
+
+    for function in (f, direct):
+        torch._dynamo.reset()
+        config = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+        with config, torch.set_grad_enabled(grad):
+            fast = compiled(function, inner)
+            for batch in (3, 5):
+                args = (inputs(), torch.arange(5) < batch)
+                torch.testing.assert_close(fast(*args), f(*args))
+        assert counters["stats"]["unique_graphs"] == 1
+        counters.clear()
+        assert fxfuse.report().fused == 2
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_our_function_called_with_bounds_that_are_inputs(inner: str) -> None:
+    def f(x: Tensor, bound: float) -> Tensor:
+        return ops.group_norm_activation(x, 4, activation="hardtanh", params=(-bound, bound))
+
+    fast = compiled(f, inner, dynamic=True)
+    for bound in (0.5, 0.25, 0.125):
+        x = inputs()
+        torch.testing.assert_close(fast(x, bound), f(x, bound))
+    assert {site.code for site in fxfuse.report().sites} == {"already_fused"}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_body_that_writes_before_the_residual_is_there(inner: str) -> None:
+    norm = nn.GroupNorm(4, 12).double()
+
+    def body(x: Tensor) -> Tensor:
+        x.relu_()
+        return x * 2
+
+    def f(x: Tensor) -> Tensor:
+        x = x * 1.5
+        y = norm(x)
+        return F.relu(y + checkpoint(body, x, use_reentrant=False))
+
+    x = inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(f, inner)(x), f(x))
+    assert [site.code for site in fxfuse.report().sites] == ["may_be_written"]
+
+
 def test_case_34_two_submodules_do_not_recompile_each_other() -> None:
     model = nn.Sequential(Block(), nn.Linear(12, 12), Block()).double()
     fast = copy.deepcopy(model)

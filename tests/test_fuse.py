@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
 from torch.nn.utils import parametrizations, weight_norm
 
 from fxfuse import library, nodes, ops, patterns, rewrite
@@ -575,6 +576,23 @@ def large(kind: str, number: int) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
+def test_graph_modules_that_the_graph_calls() -> None:
+    model = nn.Sequential(chain(), chain(), nn.Linear(4, 4)).double()
+    whole = fx.symbolic_trace(model)
+    parts = split_module(whole, None, lambda node: int(str(node.target)[0]))  # type: ignore[arg-type]
+    assert fuse(parts).matched == 2
+    assert_same(parts, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["a module", "unflattened"])
+def test_what_has_no_graph_of_its_own_is_named(kind: str) -> None:
+    model: nn.Module = nn.Sequential(chain())
+    if kind == "unflattened":
+        model = torch.export.unflatten(torch.export.export(model, (torch.randn(3, 4),)))
+    with pytest.raises(TypeError, match=f"got {type(model).__name__}; fxfuse.optimize takes"):
+        fuse(model)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["refused", "in place", "viewed", "far", "read far off"])
 def test_time_grows_linearly(kind: str) -> None:
     def seconds(number: int) -> float:
@@ -982,6 +1000,68 @@ def test_write_to_the_input_in_between() -> None:
         torch.testing.assert_close(fused(x), model(x))
 
 
+def test_what_may_write_unseen_before_the_residual_is_there() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.relu_()
+            return x * 2
+
+    def unseen(x: Tensor) -> Tensor:
+        return x.relu_() * 2
+
+    writes = torch.ops.aten.relu_  # of which the overload is not chosen yet
+    inplace = nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(4, 4, 1))
+    pure = nn.Sequential(nn.ReLU(), nn.Conv1d(4, 4, 1))
+    hooked = nn.Sequential(nn.ReLU())
+    hooked.register_forward_pre_hook(lambda module, args: (args[0].relu_(),))
+    for branch, from_conv, expected in (
+        (Branch(), False, "may_be_written"),
+        (unseen, False, "may_be_written"),
+        (writes, False, "written_meanwhile"),
+        (inplace, False, "may_be_written"),
+        (hooked, False, "may_be_written"),
+        (pure, False, "fused"),
+        (torch.sin, False, "fused"),
+        # What the norm reads is not what the branch is given.
+        (Branch(), True, "fused"),
+        (inplace, True, "fused"),
+    ):
+        root = nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "conv": nn.Conv1d(4, 4, 1)})
+        graph = fx.Graph()
+        x = graph.call_function(operator.mul, (graph.placeholder("x"), 1.0))
+        y = graph.call_module("norm", (graph.call_module("conv", (x,)) if from_conv else x,))
+        if isinstance(branch, nn.Module):
+            root["branch"] = branch
+            residual = graph.call_module("branch", (x,))
+        else:
+            residual = graph.call_function(branch, (x,))
+        graph.output(graph.call_function(F.relu, (graph.call_function(torch.add, (y, residual)),)))
+        fused = fx.GraphModule(root, graph)
+        x = torch.randn(2, 4, 3)
+        with torch.no_grad():
+            right = fused(x)
+            (site,) = fuse(fused).sites
+            assert site.code == expected, branch
+            torch.testing.assert_close(fused(x), right)
+
+
+@pytest.mark.parametrize("op", ["placeholder", "get_attr"])
+def test_a_residual_of_the_same_tensor(op: str) -> None:
+    """A caller may hand in one tensor twice, and a graph read one attribute twice."""
+    branch = nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(4, 4, 1))
+    root = nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "branch": branch})
+    root.register_buffer("tensor", torch.randn(2, 4, 3))
+    graph = fx.Graph()
+    x, other = (graph.create_node(op, "tensor", name=name) for name in "xy")
+    y = graph.call_module("norm", (x,))
+    residual = graph.call_module("branch", (other,))
+    graph.output(graph.call_function(F.relu, (graph.call_function(torch.add, (y, residual)),)))
+    if op == "placeholder":
+        other.target = "other"
+    fused = fx.GraphModule(root, graph)
+    assert [site.code for site in fuse(fused).sites] == ["may_be_written"]
+
+
 def test_measured_before_and_after() -> None:
     def function(m: Any, x: Tensor) -> Any:
         y = m.norm(x)
@@ -1125,6 +1205,87 @@ def test_a_linear_is_taken_in() -> None:
         ops.linear_group_norm_activation
     ]
     assert_same(fused, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("shape", "weight", "bias"),
+    [
+        ((3, 4, 5), (5,), None),
+        ((3, 4, 5), (5,), ()),
+        ((3, 5), (4, 5), (1,)),
+        ((3, 5), (4, 5), ()),
+        ((3, 5), (4, 5), (3, 4)),
+        ((2, 4, 5), (3, 5), (1,)),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_what_f_linear_takes_that_no_linear_has(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    bias: tuple[int, ...] | None,
+    known: bool,
+) -> None:
+    tensors = [None if size is None else torch.randn(size) for size in (weight, bias)]
+
+    class Functional(nn.Module):
+        def forward(self, x: Tensor, *given: Tensor | None) -> Tensor:
+            return F.relu(F.group_norm(F.linear(x, *(tensors if known else given)), 2))
+
+    x, model = torch.randn(shape), Functional()
+    given = [] if known else [t for t in tensors if t is not None]
+    if known:
+        fused = torch.export.export(model, (x,)).module()
+    else:
+        graph = fx.Graph()
+        z = graph.call_function(F.linear, tuple(map(graph.placeholder, "xwb"[: 1 + len(given)])))
+        graph.output(graph.call_function(F.relu, (graph.call_function(F.group_norm, (z, 2)),)))
+        fused = fx.GraphModule(nn.Module(), graph)
+    assert isinstance(fused, fx.GraphModule)
+    assert fuse(fused).matched == 1
+    torch.testing.assert_close(fused(x, *given), model(x, *given))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("affine", [False, True])
+def test_channels_that_are_not_the_linear_s(monkeypatch: pytest.MonkeyPatch, affine: bool) -> None:
+    """On a GPU a graph without values is told from its parameters alone."""
+
+    def linear_kernel(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        raise AssertionError("such sizes raise")
+
+    monkeypatch.setattr(ops, "linear_kernel", linear_kernel)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    model = nn.Sequential(
+        nn.Linear(5, 10 if affine else 9), nn.GroupNorm(2, 4, affine=affine), nn.ReLU()
+    )
+    (site,) = fuse(trace(model)).sites
+    assert site.reason.endswith("a kernel of its own: its result has not two dimensions.")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_our_functions_in_a_graph_of_someone_else() -> None:
+    def function(x: Tensor, weight: Tensor, scale: Tensor, bound: Any, groups: Any) -> Tensor:
+        y = F.relu(F.group_norm(x, 2))
+        for args, kwargs in (
+            ((), {"activation": "relu", "num_groups": 2, "weight": scale}),
+            ((2,), {"activation": "hardtanh", "params": (-1.0, bound)}),
+            ((groups,), {"activation": "relu"}),
+            ((2,), {}),
+            ((2, scale, None, 1e-5, "relu"), {}),
+        ):
+            y = F.linear(y, weight)
+            given = {"input": y} if not args else {}
+            y = ops.group_norm_activation(*([y] if args else []), *args, **kwargs, **given)
+        return y
+
+    fused = fx.symbolic_trace(function)
+    report = fuse(fused)
+    assert [site.code for site in report.sites] == ["fused", *5 * ["already_fused"]]
+    assert report.sites[1].producer == "Linear"
+    assert "hardtanh(-1, bound)" in report.sites[2].reason
+    args = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4), 0.5, 2
+    torch.testing.assert_close(fused(*args), function(*args))
 
 
 @pytest.mark.parametrize("operator", [False, True])

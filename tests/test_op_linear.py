@@ -524,6 +524,52 @@ def test_a_tensor_subclass_keeps_its_own_linear(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(output.b, Model()(x, 2 * weight))
 
 
+class Doubling(Tensor):
+    """Its Linear is twice that of a tensor, and it has no other function than torch's."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "").startswith("fxfuse"):
+            return NotImplemented
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * result.as_subclass(Tensor) if func is F.linear else result
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("door", ["fuse", "optimize", "compile"])
+@pytest.mark.parametrize("which", ["linear.weight", "norm.weight", "input", "residual"])
+def test_a_subclass_of_torch_function_keeps_its_own_functions(door: str, which: str) -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(5, 4), nn.GroupNorm(2, 4)
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            y = F.relu(self.norm(self.linear(x)))
+            return F.relu(self.norm(y) + residual)
+
+    model = Network().requires_grad_(False)
+    x, residual = torch.randn(3, 5), torch.randn(3, 4)
+    for name, parameter in list(model.named_parameters()):
+        if name == which:
+            module = model.get_submodule(name.partition(".")[0])
+            module.weight = nn.Parameter(parameter.as_subclass(Doubling), requires_grad=False)
+    x = x.as_subclass(Doubling) if which == "input" else x
+    residual = residual.as_subclass(Doubling) if which == "residual" else residual
+    expected = model(x, residual)
+    if door == "fuse":
+        fused = fx.symbolic_trace(model)
+        assert fxfuse.fuse(fused).matched == 2
+    elif door == "optimize":
+        fused = fxfuse.optimize(model)
+    else:
+        torch._dynamo.reset()
+        fused = torch.compile(model, backend=compile_graph, options={"inner": "eager"})
+    result = fused(x, residual)
+    assert type(result) is type(expected)
+    torch.testing.assert_close(result.as_subclass(Tensor), expected.as_subclass(Tensor))
+
+
 # ---- autocast -------------------------------------------------------------------------------
 
 
