@@ -198,7 +198,7 @@ class Present:
 
 @dataclass
 class Replaced:
-    """A module whose forward is not called has the same type and settings and no hooks."""
+    """A module that the graph knows from inside has the same type and settings and no hooks."""
 
     module: Path
     type: type
@@ -209,6 +209,12 @@ class Replaced:
     def inlined(cls, path: Path, module: nn.Module) -> Replaced:
         """The guard of a module whose forward was traced, which says what it reads."""
         return cls(path, type(module), {}, ())
+
+    @classmethod
+    def trusted(cls, path: Path, module: nn.Module) -> Replaced:
+        """The guard of a module that is called, and of which is known what it writes to."""
+        inplace = getattr(module, "inplace", None)
+        return cls(path, type(module), {} if inplace is None else {"inplace": inplace}, ())
 
     @classmethod
     def fused(cls, path: Path, module: nn.Module) -> Replaced:

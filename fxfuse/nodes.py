@@ -534,6 +534,34 @@ def measures(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _MEASURING_FUNCTIONS
 
 
+# What gives a new tensor, unless it is told to write to an old one.
+_FRESH = frozenset(
+    {"linear", "relu", "relu6", "hardtanh", "clamp", "silu", "gelu", "hardswish", "leaky_relu"}
+    | {"sigmoid", "tanh", "mul", "add"}
+)
+_FRESH_FUNCTIONS = frozenset(
+    {_aten.convolution.default}
+    | {getattr(torch, function) for function in _CONVOLUTIONS}
+    | {getattr(_aten, function).default for function in _CONVOLUTIONS if "trans" not in function}
+)
+_FRESH_MODULES = frozenset(getattr(nn, module) for module in _CONVOLUTIONS.values())
+
+
+def is_fresh(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node's result is a new tensor: a product, a convolution, an activation, a sum."""
+    if node.op == "call_function" and node.target in _FRESH_FUNCTIONS:
+        return True
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if type(module) in _FRESH_MODULES:
+            return obstacle(module, type(module)) is None
+    reading = read(node, root)
+    if reading is None or reading.obstacle or reading.operation not in _FRESH:
+        return False
+    given = reading.arguments
+    return given.get("out") is None and given.get("inplace", False) is False
+
+
 # They fail where the strides do not suit them.
 _STRICT_METHODS = frozenset({"view", "view_as"})
 _STRICT_FUNCTIONS = frozenset(

@@ -78,7 +78,19 @@ def group_norm_activation(
             torch refuses.
     """
     if has_torch_function_variadic(input, weight, bias):
-        # as F.group_norm does it: one call for a tracer's proxy, the subclass's own for others
+        if _have_own_functions(input, weight, bias):
+            return reference(
+                input,
+                num_groups,
+                weight,
+                bias,
+                eps,
+                activation,
+                params,
+                dtype,
+                F.group_norm if verify_batch_size else torch.group_norm,
+            )
+        # as F.group_norm does it: one call for a tracer's proxy or a mode
         result: Tensor = handle_torch_function(
             group_norm_activation,
             (input, weight, bias),
@@ -165,10 +177,12 @@ def group_norm_add_activation(
         ValueError: If there is one value per group and ``verify_batch_size`` is set.
         RuntimeError: If an argument is not as described, or the residual cannot be added.
     """
-    if has_torch_function_variadic(input, residual, weight, bias):
+    tensors = input, residual, weight, bias
+    own = has_torch_function_variadic(*tensors)
+    if own and not (own := _have_own_functions(*tensors)):
         result: Tensor = handle_torch_function(
             group_norm_add_activation,
-            (input, residual, weight, bias),
+            tensors,
             input,
             residual,
             num_groups,
@@ -184,8 +198,10 @@ def group_norm_add_activation(
             autocast=autocast,
         )
         return result
-    if not _takes_residual(input, residual, dtype, channels_last, autocast) or not (
-        library.is_loaded() or library.load()
+    if (
+        own
+        or not _takes_residual(input, residual, dtype, channels_last, autocast)
+        or not (library.is_loaded() or library.load())
     ):
         y = group_norm_activation(
             input,
@@ -279,7 +295,8 @@ def linear_group_norm_activation(
             torch refuses.
     """
     tensors = input, linear_weight, linear_bias, weight, bias
-    if has_torch_function_variadic(*tensors):
+    own = has_torch_function_variadic(*tensors)
+    if own and not (own := _have_own_functions(*tensors)):
         result: Tensor = handle_torch_function(
             linear_group_norm_activation,
             tensors,
@@ -299,7 +316,8 @@ def linear_group_norm_activation(
     # A subclass (DTensor, a quantised weight) has its own Linear and knows nothing of this one.
     # Where there is no kernel, a compiler has better to do with a Linear than to leave it alone.
     if (
-        not _has_linear_kernel(input.device)
+        own
+        or not _has_linear_kernel(input.device)
         or any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors)
         or not (library.is_loaded() or library.load())
     ):
@@ -321,6 +339,20 @@ def linear_group_norm_activation(
         input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
     )
     return output
+
+
+def _have_own_functions(*operands: object) -> bool:
+    """Whether an operand is of a subclass of Tensor that says what each of torch's functions does.
+
+    It knows those that the model was written with, and none of ours.
+    """
+    kinds = [type(operand) for operand in operands]
+    own = (kind.__torch_function__ for kind in kinds if issubclass(kind, Tensor))
+    return any(getattr(function, "__func__", None) not in _TORCHS for function in own)
+
+
+# That of Tensor, and none of Parameter and of subclasses that have only a __torch_dispatch__.
+_TORCHS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
 
 def linear_kernel(
@@ -430,14 +462,18 @@ def reference(
     activation: str,
     params: Sequence[float],
     dtype: torch.dtype | None = None,
+    group_norm: Callable[..., Tensor] = torch.group_norm,
 ) -> Tensor:
-    """What the operator computes, from torch's own: used where the library cannot be built."""
+    """What the operator computes, from torch's own: used where the library cannot be built.
+
+    Also for tensors that know only torch's functions, of which `group_norm` is one.
+    """
     wide = input.dtype if dtype is None else torch.promote_types(input.dtype, dtype)
     if wide != input.dtype:
         input = input.to(wide)
         weight = None if weight is None else weight.to(wide)
         bias = None if bias is None else bias.to(wide)
-    y = torch.group_norm(input, num_groups, weight, bias, eps)
+    y = group_norm(input, num_groups, weight, bias, eps)
     y = ACTIVATIONS[activation](y, *params)
     return y if dtype is None else y.to(dtype)
 

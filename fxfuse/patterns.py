@@ -128,6 +128,7 @@ def fusions(
         producer=nodes.name,
         transparent=_transparent,
         measures=nodes.measures,
+        fresh=nodes.is_fresh,
         survey=nodes.viewed,
         target=ops.group_norm_activation,
         arguments=functools.partial(_arguments, channels_last=channels_last),

@@ -12,7 +12,7 @@ more than what its result shares with the value, such as the shape; and, where t
 writes in place, the readers that come after the last write, which see its result.  The new node
 stands where the chain began, so what the graph does to the chain's inputs afterwards comes
 afterwards still.  Where a later part of the chain reads another value too, such as a residual, it
-stands there instead, and nothing may be written to in between.
+stands there instead, and nothing that the chain begins with may be written to in between.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reason(Enum):
     NO_READER = "{value} is not read."
     NO_ACTIVATION = "{value} goes to {reader}, which no fusion knows."
     NOT_THE_INPUT = "{value} enters {reader} as another argument than its input."
-    WRITTEN_MEANWHILE = "{writer} writes in place before {reader} has all that it reads."
+    WRITTEN_MEANWHILE = "{writer} writes in place, or may, before {reader} has all that it reads."
     MODE_SWITCH = "{switch} changes the grad or autocast mode in between."
 
     # Found by the readers of the steps.
@@ -166,6 +166,7 @@ class Fusion:
         target: The function that takes the chain's place.
         arguments: Its positional and keyword arguments, from the graph, the match and the survey.
             Nodes that they need may be added to the graph; they will stand before the call.
+        fresh: Whether a node's result is a new tensor, which shares its memory with no other.
         survey: What `arguments` wants to know of the graph as a whole, asked once for all chains.
         instead: Where given, the row is only for nodes at which each row before it found no second
             step, for one of these reasons.
@@ -179,6 +180,7 @@ class Fusion:
     target: Callable[..., Any]
     arguments: Callable[[fx.Graph, Match, Any], tuple[tuple[Any, ...], dict[str, Any]]]
     measures: Callable[[fx.Node], bool] = lambda node: False
+    fresh: Callable[[fx.Node, nn.Module], bool] = lambda node, root: False
     survey: Callable[[fx.Graph], Any] = lambda graph: None
     instead: frozenset[Reason] = frozenset()
     outcome: Reason = Reason.FUSED
@@ -196,6 +198,8 @@ class Match:
         unread: Nodes that go as well, because they read what is replaced, and no one reads them.
         early: Nodes that measure what is replaced, to stand right after the call: what is done to
             its result later was not done to the value.
+        trusted: Nodes that stay, and of whose modules it is taken for granted that they write in
+            place to nothing, or that their result is a new tensor.
     """
 
     fusion: Fusion
@@ -204,6 +208,7 @@ class Match:
     nodes: tuple[fx.Node, ...]
     unread: tuple[fx.Node, ...] = ()
     early: tuple[fx.Node, ...] = ()
+    trusted: tuple[fx.Node, ...] = ()
 
     @property
     def place(self) -> fx.Node:
@@ -411,6 +416,16 @@ class _Context:
         """The places of the nodes that write to a value in place, in order."""
         return [index for node, index in self.order.items() if written(node, self.root)]
 
+    @functools.cached_property
+    def unknown(self) -> list[int]:
+        """The places of the nodes that may write to a value unseen, in order."""
+        return [index for node, index in self.order.items() if not _is_known(node, self.root)]
+
+    @functools.cached_property
+    def modules(self) -> list[int]:
+        """The places of the nodes that call modules, in order."""
+        return [index for node, index in self.order.items() if node.op == "call_module"]
+
     def between(self, places: Sequence[int], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of the nodes at the given places that lie between two."""
         for found in range(bisect.bisect_right(places, self.order[first]), len(places)):
@@ -453,6 +468,7 @@ class _Chain:
             node is only part of an operation.
         written_over: Those whose result is the same tensor as the last one's.
         early: As in `Match`.
+        trusted: As in `Match`.
     """
 
     fusion: Fusion
@@ -463,6 +479,7 @@ class _Chain:
     inside: set[fx.Node] = field(default_factory=set)
     written_over: set[fx.Node] = field(default_factory=set)
     early: list[fx.Node] = field(default_factory=list)
+    trusted: list[fx.Node] = field(default_factory=list)
     refusal: Refusal | None = None
 
     @classmethod
@@ -513,10 +530,26 @@ class _Chain:
         for value in self.nodes[: self.nodes.index(place)]:
             if any(self._before(reader, place) for reader in self._others(value)):
                 return self._shared(value)
-        for writer in self.context.between(self.context.writers, self.nodes[0], place):
-            if writer not in self.nodes:
-                return Reason.WRITTEN_MEANWHILE.because(writer=writer.name, reader=place.name)
+        writers, unknown, modules = (
+            [n for n in self.context.between(places, self.nodes[0], place) if n not in self.nodes]
+            for places in (self.context.writers, self.context.unknown, self.context.modules)
+        )
+        feeding = self.parts[0].input
+        if feeding is not None and self._is_private(feeding, place):
+            self.trusted = [feeding] if unknown or modules else []
+        else:
+            writers = writers or unknown
+            self.trusted = modules
+        if writers:
+            return Reason.WRITTEN_MEANWHILE.because(writer=writers[0].name, reader=place.name)
         return None
+
+    def _is_private(self, value: fx.Node, place: fx.Node) -> bool:
+        """Whether the chain alone has a hold of what feeds it until it comes to a place."""
+        readers = (reader for reader in self._others(value) if not self.fusion.measures(reader))
+        return self.fusion.fresh(value, self.context.root) and not any(
+            self._before(reader, place) for reader in readers
+        )
 
     def _may_stay(self, reader: fx.Node, value: fx.Node, tail: fx.Node) -> bool:
         """Whether a reader outside the chain may read the chain's result in place of a value."""
@@ -524,12 +557,20 @@ class _Chain:
             return False
         if value in self.written_over and self._before(tail, reader):
             return True
-        if not self.fusion.measures(reader):
+        if not self.fusion.measures(reader) or self._may_differ(value):
             return False
         if self._before(tail, reader):
             self.early.append(reader)
             return reader.all_input_nodes == [value]
         return True
+
+    def _may_differ(self, value: fx.Node) -> bool:
+        """Whether the chain's result may have another size or dtype than a value in it."""
+        at = self.nodes.index(value)
+        return any(
+            part.others and not part.same_tensor and at < self.nodes.index(part.node)
+            for part in self.parts
+        )
 
     def _advance(self, step: Reader) -> Refusal | None:
         """Appends the node that a step reads, and the transparent ones before it."""
@@ -643,6 +684,7 @@ class _Chain:
                 tuple(self.nodes),
                 self._unread(),
                 tuple(self.early),
+                tuple(self.trusted),
             )
         outcome = self.fusion.outcome
         possible = Reason.FUSIBLE if outcome is Reason.FUSED else outcome
@@ -718,14 +760,43 @@ def written(node: fx.Node, root: nn.Module) -> set[fx.Node]:
     values: list[Any] = [node.kwargs.get("out")]
     if _writes_first_argument(node, root):
         values.append(node.args[0] if node.args else node.kwargs.get("input"))
-    if isinstance(node.target, torch._ops.OpOverload):
-        for index, argument in enumerate(node.target._schema.arguments):
+    for operator_ in _operators(node.target):
+        for index, argument in enumerate(operator_._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = index < len(node.args)
                 values.append(node.args[index] if given else node.kwargs.get(argument.name))
     found: set[fx.Node] = set()
     fx.node.map_arg(values, found.add)
     return found
+
+
+def _operators(target: object) -> list[torch._ops.OpOverload]:
+    """The operators that a target is, or is one of."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()  # type: ignore[no-untyped-call]
+        return [getattr(target, name) for name in names]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
+
+
+def _is_known(node: fx.Node, root: nn.Module) -> bool:
+    """Whether it is known of a node to what it writes (see `written`).
+
+    It is not of what calls code that is not torch's, such as a module with others in it.
+    """
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        own = "forward" in vars(module) or next(module.children(), None) is not None
+        return type(module).__module__.startswith("torch.nn.modules.") and not (hooked or own)
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False  # it runs a graph
+    home = getattr(node.target, "__module__", None) or "torch"
+    return home.partition(".")[0] in _KNOWN
+
+
+_KNOWN = frozenset({"torch", "_operator", "builtins", "math", __name__.partition(".")[0]})
 
 
 def _writes_first_argument(node: fx.Node, root: nn.Module) -> bool:

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -473,6 +473,108 @@ def test_a_residual_is_taken_in_across_a_boundary(cls: type[Gated], activation: 
     verified = fxfuse.optimize(model, example_inputs=inputs(), verify=True)
     assert all(site.code in ("fused", "slower") for site in fxfuse.report(verified).sites)
     assert_same(model, verified, inputs())
+
+
+def add_positions_(module: nn.Module, args: tuple[Tensor]) -> None:
+    (x,) = args
+    x += torch.arange(x.numel()).view_as(x)
+
+
+class WritesInside(nn.Module):
+    """What it writes to shows in no node of the graph that calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        add_positions_(self, (x,))
+        return x * 2
+
+
+def linear_with_a_hook() -> nn.Module:
+    linear = nn.Linear(12, 12)
+    linear.register_forward_pre_hook(add_positions_)
+    return linear
+
+
+class AddsABranch(nn.Module):
+    """A second branch runs between the norm and the sum, on a value that the norm may read."""
+
+    def __init__(self, producer: nn.Module, branch: nn.Module) -> None:
+        super().__init__()
+        self.producer, self.branch = producer, branch
+        self.norm = nn.GroupNorm(4, 12)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.producer(x))
+        return F.relu(y + self.branch(x))
+
+
+BRANCHES = {
+    "a Linear": (lambda: nn.Linear(12, 12), True),
+    "a Sequential of torch's": (lambda: nn.Sequential(nn.Linear(12, 12), nn.Tanh()), False),
+    "in place at its beginning": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Tanh()), False),
+    "in place": (lambda: nn.ReLU(inplace=True), False),
+    "in place inside": (WritesInside, False),
+    "in place further inside": (lambda: nn.Sequential(nn.Sequential(WritesInside())), False),
+    "in place in a hook": (linear_with_a_hook, False),
+}
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_residual_is_not_waited_for_where_the_norms_input_may_be_written_to(
+    branch: str, private: bool
+) -> None:
+    make, harmless = BRANCHES[branch]
+    model = AddsABranch(nn.Linear(12, 12) if private else nn.Identity(), make())
+    optimized = fxfuse.optimize(model)
+    visible = branch == "in place"  # a node that is known to write, which is always refused
+    assert fused(optimized) == ((private and not visible) or harmless)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(inputs()), model(inputs()))
+
+
+def test_what_a_residual_waits_for_is_guarded() -> None:
+    def take_the_producer_away(model: nn.Module) -> None:
+        model.producer = nn.Identity()
+        model.branch = WritesInside()
+
+    def change(name: str) -> Any:
+        branch = BRANCHES[name][0]()
+        return lambda model: setattr(model, "branch", branch)
+
+    def write_in_place(model: nn.Module) -> None:
+        model.branch.inplace = True
+
+    edits: list[tuple[nn.Module, nn.Module, Any]] = [
+        (nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 12), nn.Tanh()), take_the_producer_away),
+        (nn.Identity(), nn.Linear(12, 12), change("in place inside")),
+        (nn.Identity(), nn.Linear(12, 12), change("in place in a hook")),
+        (nn.Identity(), nn.ReLU(), write_in_place),
+    ]
+    for producer, branch, edit in edits:
+        model = AddsABranch(producer, branch)
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        for m in (model, optimized):
+            edit(m)
+        with torch.no_grad():
+            torch.testing.assert_close(optimized(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize("add", [operator.add, operator.iadd])
+def test_a_sum_may_be_larger_than_what_is_added(add: Any) -> None:
+    class Asks(NormAndActivation):
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            y = self.norm(x)
+            z = self.act(add(y, residual))
+            return z.to(y.dtype) * y.dim()
+
+    model, x = Asks(), torch.randn(3, 4, 5)
+    for residual in (x, x.double(), torch.randn(2, 3, 4, 5)):
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == (add is operator.iadd)
+        if add is operator.add or residual.dim() == 3:
+            torch.testing.assert_close(optimized(x, residual), model(x, residual))
 
 
 def test_a_norm_without_an_activation_is_replaced_alone() -> None:
@@ -2174,6 +2276,46 @@ def test_torch_compile_keeps_the_fusion_and_its_guards() -> None:
         m[0][2].max_val = 0.1
     torch.testing.assert_close(compiled(inputs()), model(inputs()))
     assert graphs[1].code.count("torch.ops.fxfuse.group_norm_activation") == 1
+
+
+class Knows(Tensor):
+    """Has a rule of its own for some of torch's functions, and knows none that is not torch's."""
+
+    FACTORS: ClassVar[Any] = {F.group_norm: 2, F.hardtanh: 3, F.linear: 5, Tensor.add: 7}
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in ops.FUNCTIONS:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            factor = cls.FACTORS.get(func, 1)
+            return (result * factor).as_subclass(cls) if isinstance(result, Tensor) else result
+
+
+class Adds(Block):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.act(self.norm(self.linear(x)) + residual)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tensor_with_functions_of_its_own_sees_the_models(hopper: None, grad: bool) -> None:
+    own, x = inputs().as_subclass(Knows), inputs()
+    calls: list[tuple[type[Block], tuple[Tensor, ...]]] = [
+        (Block, (own,)),
+        (Adds, (own, x)),
+        (Adds, (x, own)),
+    ]
+    for cls, args in calls:
+        model = cls()
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        with torch.set_grad_enabled(grad):
+            expected, got = model(*args), optimized(*args)
+        assert type(got) is type(expected) is Knows
+        torch.testing.assert_close(got.as_subclass(Tensor), expected.as_subclass(Tensor))
 
 
 def test_functional_call_and_vmap_over_parameters() -> None:
