@@ -306,6 +306,10 @@ _MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
 }
 
 
+# As torch has them: a program may give a class of torch's another.
+_FORWARDS = {cls: cls.forward for cls in _MODULES}
+
+
 def read(node: fx.Node, root: nn.Module) -> Reading | None:
     """Reads one node.
 
@@ -407,7 +411,7 @@ def obstacle(module: nn.Module, known: type[nn.Module]) -> str | None:
         return "parametrized"
     if type(module) is not known:
         return "subclass"
-    if "forward" in vars(module):
+    if "forward" in vars(module) or known.forward is not _FORWARDS.get(known, known.forward):
         return "own_forward"
     hooks = (
         module._forward_hooks,

@@ -344,10 +344,14 @@ def linear_group_norm_activation(
 def _have_own_functions(*operands: object) -> bool:
     """Whether an operand is of a subclass of Tensor that says what each of torch's functions does.
 
-    It knows those that the model was written with, and none of ours.
+    It knows those that the model was written with, and none of ours.  Dynamo, which does in its own
+    way what they say, takes ours for none of them.
     """
-    kinds = [type(operand) for operand in operands]
-    own = (kind.__torch_function__ for kind in kinds if issubclass(kind, Tensor))
+    # Not isinstance, which a tracer's proxy may answer as a tensor would.
+    kinds: list[type[Tensor]] = [kind for o in operands if issubclass(kind := type(o), Tensor)]
+    if torch.compiler.is_compiling():
+        return any(kind is not Tensor and kind is not Parameter for kind in kinds)
+    own = (kind.__torch_function__ for kind in kinds)
     return any(getattr(function, "__func__", None) not in _TORCHS for function in own)
 
 

@@ -84,8 +84,10 @@ class Variant:
         replaced = called([*(node for match in matches for node in match.nodes), *taken])
         trusted = called(node for match in matches for node in match.trusted)
         run, code = _compile(trace.graph, type(module))
+        types = dict.fromkeys(tracing.plain(m) for m in replaced.values())
         found = (
             *trace.guards,
+            *(guards.Outside(cls, "forward", cls.forward) for cls in types),
             *(guards.Replaced.fused(guards.Path(path), m) for path, m in replaced.items()),
             *(
                 guards.Replaced.trusted(guards.Path(path), m)

@@ -69,14 +69,14 @@ class Reason(Enum):
     SUBCLASS = "{module} is a subclass, whose behaviour may be its own."
     PARAMETRIZED = "{module} is parametrized."
     HOOKS = "{module} carries hooks, or a hook on all modules is set, that would not be called."
-    OWN_FORWARD = "{module} has a forward of its own set on the instance."
+    OWN_FORWARD = "{module} has a forward of its own, set on the instance or on torch's class."
 
     # Found on the way from a module to its graph.
     UNTRACEABLE = "The forward around it cannot be traced: {error}."
     CONTEXT_MANAGER = "The forward around it changes the grad, autocast or checkpointing mode."
     RANDOM_NUMBER = "The forward around it draws a random number, which a graph would freeze."
     TENSOR_CONSTANT = "The forward around it makes a tensor, which a graph would freeze."
-    CHANGES_STATE = "The forward around it changes the attribute {name}."
+    CHANGES_STATE = "The forward around it changes {name}."
     MUTABLE_ATTRIBUTE = "The forward around it reads {name}, a {kind}, whose changes go unseen."
     NOT_SUBCLASSABLE = "Its module's class allows no subclass: {error}."
     NOT_CALLED = "The forward around it does not call it."

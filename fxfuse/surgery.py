@@ -684,9 +684,8 @@ def _fused_class(cls: Any) -> type:
         return cast(type, cls)
     if cls in _classes:
         return _classes[cls]
-    original = cls.forward
 
-    @functools.wraps(original)
+    @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # torch.compile goes through here and keeps the fusion and its guards; an exported program
         # is to run where there is no fxfuse.  The flag itself, because Dynamo of torch 2.11 takes
@@ -696,7 +695,7 @@ def _fused_class(cls: Any) -> type:
             if plan is not None and (found := plan.find(self, args, kwargs)) is not None:
                 run, values = found
                 return run(self, *values)
-        return original(self, *args, **kwargs)
+        return cls.forward(self, *args, **kwargs)  # which may be another one by now
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return _plain_reduction(self, cls.__reduce_ex__(self, protocol))

@@ -16,8 +16,10 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -850,12 +852,17 @@ def test_no_more_than_four_patterns() -> None:
     assert len(vars(optimized)[_PLAN].variants) == 4
 
 
-def test_a_trace_that_fails_is_remembered() -> None:
-    calls = []
+def test_a_trace_that_fails_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, trace = [], tracing.trace
+
+    def count(*args: Any) -> Any:
+        traces.append(args)
+        return trace(*args)
+
+    monkeypatch.setattr(tracing, "trace", count)
 
     class Model(Block):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            calls.append(mask)
             y = self.act(self.norm(self.linear(x)))
             if mask is not None and mask.sum() > 0:
                 y = y * mask
@@ -863,10 +870,10 @@ def test_a_trace_that_fails_is_remembered() -> None:
 
     model, x, mask = Model(), inputs(), torch.rand(12)
     optimized = fxfuse.optimize(model)
-    calls.clear()
+    traces.clear()
     for _ in range(3):
         torch.testing.assert_close(optimized(x, mask), model(x, mask))
-    assert len(calls) == 3 + 1 + 3  # one is the trace
+    assert len(traces) == 1
     assert not runs(optimized, x, mask)
     assert runs(optimized, x)
     (site,) = fxfuse.report(optimized).sites
@@ -1152,6 +1159,178 @@ def test_an_edit_after_optimize_shows_at_the_next_call(edit: Any) -> None:
     edit(model)
     edit(optimized)
     torch.testing.assert_close(optimized(x), model(x))
+
+
+# What the forwards below find outside of their modules.
+FACTOR, FACTORS, FLAG = 2.0, {"y": 2.0}, False
+SETTINGS = types.SimpleNamespace(factor=2.0)
+
+
+def scaled(y: Tensor) -> Tensor:
+    return y * FACTOR
+
+
+class Finds(Block):
+    factor = 2.0
+
+    def method(self, y: Tensor) -> Tensor:
+        return y * 2
+
+
+class FindsAGlobal(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * FACTOR
+
+
+class FindsADict(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * FACTORS["y"]
+
+
+class FindsAnObject(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * SETTINGS.factor
+
+
+class FindsAClass(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * Finds.factor
+
+
+class FindsAFunction(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return scaled(super().forward(x))
+
+
+class FindsAMethod(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.method(super().forward(x))
+
+
+class FindsADefaultDtype(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).to(torch.get_default_dtype())
+
+
+class Raises(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if FLAG:
+            raise ArithmeticError
+        return super().forward(x)
+
+
+def in_a_closure() -> tuple[nn.Module, Any]:
+    factor = 2.0
+
+    class FindsACell(Finds):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * factor
+
+    def change(*_: Any) -> None:
+        nonlocal factor
+        factor = 3.0
+
+    return FindsACell(), change
+
+
+def in_an_attribute() -> tuple[nn.Module, Any]:
+    factors = [2.0]
+
+    class FindsAnAttribute(Finds):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = lambda y: y * factors[0]
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.scaled(super().forward(x))
+
+    return FindsAnAttribute(), lambda *_: factors.append(factors.pop() + 1)
+
+
+def triple(self: Any, y: Tensor) -> Tensor:
+    return y * 3
+
+
+HERE = sys.modules[__name__]
+CHANGES: dict[str, Any] = {
+    "a global": lambda patch: (FindsAGlobal(), lambda *_: patch.setattr(HERE, "FACTOR", 3.0)),
+    "of a type": lambda patch: (FindsAGlobal(), lambda *_: patch.setattr(HERE, "FACTOR", 2)),
+    "a dict": lambda patch: (FindsADict(), lambda *_: patch.setitem(FACTORS, "y", 3.0)),
+    "an object": lambda patch: (
+        FindsAnObject(),
+        lambda *_: patch.setattr(SETTINGS, "factor", 3.0),
+    ),
+    "a class": lambda patch: (FindsAClass(), lambda *_: patch.setattr(Finds, "factor", 3.0)),
+    "a global of a function": lambda patch: (
+        FindsAFunction(),
+        lambda *_: patch.setattr(HERE, "FACTOR", 3.0),
+    ),
+    "a function": lambda patch: (
+        FindsAFunction(),
+        lambda *_: patch.setattr(HERE, "scaled", torch.exp),
+    ),
+    "a method": lambda patch: (FindsAMethod(), lambda *_: patch.setattr(Finds, "method", triple)),
+    "a method of the instance": lambda patch: (
+        FindsAMethod(),
+        lambda m: setattr(m, "method", types.MethodType(triple, m)),
+    ),
+    "the forward": lambda patch: (Block(), lambda *_: patch.setattr(Block, "forward", triple)),
+    "a forward of torch's": lambda patch: (
+        Block(),
+        lambda *_: patch.setattr(nn.GroupNorm, "forward", triple),
+    ),
+    "the default dtype": lambda patch: (
+        FindsADefaultDtype(),
+        lambda *_: torch.set_default_dtype(torch.float64),
+    ),
+    "a flag": lambda patch: (Raises(), lambda *_: patch.setattr(HERE, "FLAG", True)),
+    "a closure": lambda patch: in_a_closure(),
+    "an attribute's closure": lambda patch: in_an_attribute(),
+}
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    """The default dtype is as it was after the test."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_forward_finds_outside_of_its_module_is_guarded(
+    change: str, monkeypatch: pytest.MonkeyPatch, default_dtype: None
+) -> None:
+    model, edit = CHANGES[change](monkeypatch)
+    optimized, x = fxfuse.optimize(model), inputs()
+    duplicate = copy.deepcopy(optimized)
+    assert fused(optimized) == fused(duplicate) == 1
+    assert runs(optimized, x)
+    assert runs(duplicate, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    torch._dynamo.reset()
+    of_each = change == "a method of the instance"
+    for m in (model, optimized, duplicate) if of_each else (model,):
+        edit(m)
+    if change == "a flag":
+        for m in (model, optimized, duplicate):
+            with pytest.raises(ArithmeticError):
+                m(x)
+        return
+    for m in (optimized, duplicate):
+        torch.testing.assert_close(m(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_class_of_torchs_with_another_forward_is_not_taken_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nn.GroupNorm, "forward", lambda self, x: x * 3)
+    model = Block()
+    optimized = fxfuse.optimize(model)
+    assert fused(optimized) == 0
+    torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
 class Functional(nn.Module):
@@ -1661,6 +1840,33 @@ class GrowsAModule(Block):
         return self.act(self.norm(self.linear(x)))
 
 
+CALLS: list[str] = []
+COUNT = 0
+
+
+class KeepsAList(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        CALLS.append("here")
+        return super().forward(x)
+
+
+class Counts(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        global COUNT
+        COUNT += 1
+        return super().forward(x) * COUNT
+
+
+def count_calls(seen: dict[str, int] = {}) -> None:  # noqa: B006
+    seen["calls"] = seen.get("calls", 0) + 1
+
+
+class KeepsADefault(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        count_calls()
+        return super().forward(x)
+
+
 class NestedCache(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -1740,6 +1946,9 @@ REFUSED = [
     (OwnGradient, "untraceable"),
     (GrowsAModule, "changes_state"),
     (NestedCache, "changes_state"),
+    (KeepsAList, "changes_state"),
+    (Counts, "changes_state"),
+    (KeepsADefault, "changes_state"),
     (ReplacesAParameter, "changes_state"),
     (AsksWhetherItIsATensor, "untraceable"),
     (Matches, "untraceable"),
@@ -1779,13 +1988,23 @@ def test_refused_with_its_reason_and_left_as_it_was(cls: type[Block], code: str)
         assert list(m.state_dict()) == list(before.state_dict())
         assert not getattr(m, "cache", ())
         assert getattr(m, "caches", {"deep": ([], {})}) == {"deep": ([], {})}
+    assert (COUNT, CALLS) == (0, [])
     torch.manual_seed(4)
     random.seed(4)
     expected = model(inputs())
     torch.manual_seed(4)
     random.seed(4)
+    _forget_calls()
     if cls is not NumpyRandom:
         torch.testing.assert_close(optimized(inputs()), expected)
+    assert COUNT + len(CALLS) == (cls in (Counts, KeepsAList))
+    _forget_calls()
+
+
+def _forget_calls() -> None:
+    global COUNT
+    COUNT = 0
+    CALLS.clear()
 
 
 @pytest.mark.parametrize("cls", [NoGrad, Decorated, EnableGrad])
@@ -2316,6 +2535,23 @@ def test_a_tensor_with_functions_of_its_own_sees_the_models(hopper: None, grad: 
             expected, got = model(*args), optimized(*args)
         assert type(got) is type(expected) is Knows
         torch.testing.assert_close(got.as_subclass(Tensor), expected.as_subclass(Tensor))
+
+
+class Named(Tensor):
+    """A subclass without a rule of its own."""
+
+
+def test_a_subclass_of_tensor_compiles(hopper: None) -> None:
+    torch._dynamo.reset()
+    x = inputs().as_subclass(Named)
+    model: nn.Module
+    for model, args in ((Block(), (x,)), (Adds(), (x, x))):
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        got = torch.compile(optimized, backend="eager", fullgraph=True)(*args)
+        assert type(got) is Named
+        torch.testing.assert_close(got.as_subclass(Tensor), model(*args).as_subclass(Tensor))
+    torch._dynamo.reset()
 
 
 def test_functional_call_and_vmap_over_parameters() -> None:
