@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -348,7 +348,8 @@ def _have_own_functions(*operands: object) -> bool:
     way what they say, takes ours for none of them.
     """
     # Not isinstance, which a tracer's proxy may answer as a tensor would.
-    kinds: list[type[Tensor]] = [kind for o in operands if issubclass(kind := type(o), Tensor)]
+    kinds: list[type[Any]] = [type(operand) for operand in operands]
+    kinds = [kind for kind in kinds if issubclass(kind, Tensor)]
     if torch.compiler.is_compiling():
         return any(kind is not Tensor and kind is not Parameter for kind in kinds)
     own = (kind.__torch_function__ for kind in kinds)
