@@ -23,7 +23,7 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -260,7 +260,9 @@ class _Tracer(fx.Tracer):
             raise untraceable(error) from error
         if self.refusal is not None:
             raise Untraceable(self.refusal)
-        found = {place.key: place for place in (*places, *_places(self.attributes.values()))}
+        found = {
+            place.key: place for place in (*places, *_places(self.attributes.values(), classes))
+        }
         outside += itertools.chain.from_iterable(place.guards() for place in found.values())
         return Trace(
             graph,
@@ -751,19 +753,28 @@ class _Place:
         return [] if kept is _MUTABLE else [guards.Outside(self.owner, self.name, kept)]
 
 
-def _places(functions: Iterable[Any], classes: Iterable[type] = ()) -> list[_Place]:
+def _places(functions: Collection[Any], classes: Collection[type]) -> list[_Place]:
     """Where functions, and those that they name, find values.
 
     Args:
         functions: The functions.
-        classes: Their methods count as named where a function names an attribute like them.
+        classes: Their methods count as named where a function names an attribute like them.  Their
+            packages and files that are not installed may change; other libraries are not looked at.
     """
     found: dict[tuple[int, str], _Place] = {}
     waiting, done = list(functions), set()
-    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__ if not _is_torchs(base))
+    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
+    own = {*map(_home, bases)} - {"torch", "builtins"}
+
+    def may_change(value: Any) -> bool:
+        home = _home(value)
+        return home is None or home in own or not _is_library_package(home)
+
     while waiting:
         function = waiting.pop()
-        if not isinstance(function, types.FunctionType) or function in done or _is_torchs(function):
+        if not isinstance(function, types.FunctionType) or function in done:
+            continue
+        if not may_change(function):
             continue
         done.add(function)
         names, chains = _named(function.__code__)
@@ -778,9 +789,10 @@ def _places(functions: Iterable[Any], classes: Iterable[type] = ()) -> list[_Pla
                 continue  # Python's own
             places.append(_Place(home, first))
             for name in rest:
-                if not _has_names(places[-1].value):
+                owner = places[-1].value
+                if not (hasattr(owner, "__dict__") and may_change(owner)):
                     break
-                places.append(_Place(places[-1].value, name))
+                places.append(_Place(owner, name))
         found.update((place.key, place) for place in places)
         waiting += [place.value for place in places]
         waiting += [vars(base).get(name) for base in bases for name in names]
@@ -807,15 +819,22 @@ def _named(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str, ...]
     return tuple(names), tuple(map(tuple, chains))
 
 
-def _has_names(value: Any) -> bool:
-    """Whether a value has attributes that may be constants: not what torch or Python defines."""
-    home = value if isinstance(value, (type, types.ModuleType)) else type(value)
-    return not _is_torchs(home) and hasattr(value, "__dict__")
+def _home(value: Any) -> str | None:
+    """The package that a module, a class or a function is of; None for any other object."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0]
+    if isinstance(value, (type, types.FunctionType)):
+        return str(value.__module__).partition(".")[0]
+    return None
 
 
-def _is_torchs(value: Any) -> bool:
-    home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return str(home).partition(".")[0] in ("torch", "fxfuse", "builtins")
+@functools.lru_cache(maxsize=1024)
+def _is_library_package(name: str) -> bool:
+    """Whether a package is Python's, torch's, ours, or installed: no code of the model's author."""
+    if name in sys.stdlib_module_names or name in ("torch", "fxfuse"):
+        return True
+    file = str(getattr(sys.modules.get(name), "__file__", None))
+    return "site-packages" in file or "dist-packages" in file
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import nodes, ops, tracing
+from fxfuse import guards, nodes, ops, tracing
 from fxfuse.surgery import _PLAN
 
 
@@ -1321,6 +1321,19 @@ def test_what_a_forward_finds_outside_of_its_module_is_guarded(
         return
     for m in (optimized, duplicate):
         torch.testing.assert_close(m(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_other_libraries_are_not_looked_into() -> None:
+    class Warns(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            if re.match("a", "b"):
+                inspect.getouterframes(inspect.currentframe())
+            return super().forward(x)
+
+    optimized = fxfuse.optimize(Warns())
+    (variant,) = vars(optimized)[_PLAN].variants
+    owners = [g.owner for g in variant.guards.items if isinstance(g, guards.Outside)]
+    assert set(owners) <= {Warns, Block, nn.GroupNorm, nn.Hardtanh}
 
 
 def test_a_class_of_torchs_with_another_forward_is_not_taken_for_itself(
