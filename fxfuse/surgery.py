@@ -471,7 +471,7 @@ class _Operation:
         self.kept[module] = plan
         self.sites[module] = [_already(site) for site in sites]
         self._leave_out(module, plan)
-        self.settled |= {module.get_submodule(site.module or "") for site in sites}
+        self._settle(module, sites)
         self._goes_on(module, self.boundaries.opens(module))
 
     def _goes_on(self, module: nn.Module, opens: bool) -> None:
@@ -520,7 +520,15 @@ class _Operation:
         self._goes_on(module, traced[0].opens)
         self.sites[module] = list(plan.sites())
         self._leave_out(module, plan)
-        self.settled |= {module.get_submodule(site.module or "") for site in self.sites[module]}
+        self._settle(module, self.sites[module])
+
+    def _settle(self, module: nn.Module, sites: Iterable[Site]) -> None:
+        """Keeps whose graph has the norms of some sites, of which nothing else is to report."""
+        norms = {module.get_submodule(site.module or "") for site in sites}
+        self.settled |= norms
+        for norm in norms:
+            if isinstance(norm, nn.GroupNorm) and norm is not module:
+                self.sites.pop(norm, None)  # why it is excluded
 
     def _leave_out(self, module: nn.Module, plan: Plan) -> None:
         """Leaves out of the report what is part of a module's graphs."""
