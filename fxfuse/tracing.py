@@ -453,9 +453,12 @@ class _Tracer(fx.Tracer):
                     tracer.attributes.setdefault((self, name), MISSING)
                 raise  # Python goes on to __getattr__
             if type(value) is types.MethodType:
-                if value.__self__ is self:
+                owner = value.__self__
+                if isinstance(owner, type) or (
+                    isinstance(owner, nn.Module) and owner in tracer.names
+                ):
                     tracer.methods[cast(nn.Module, self), name] = value.__func__
-                return value
+                    return value
             if isinstance(value, Tensor):
                 tracer.optional[self, name] = None
                 path = ".".join(filter(None, (tracer.names[self], name)))
@@ -793,9 +796,14 @@ def _places(functions: Collection[Any], classes: Collection[type]) -> list[_Plac
                 if not (hasattr(owner, "__dict__") and may_change(owner)):
                     break
                 places.append(_Place(owner, name))
+        places += [
+            _Place(base, name)
+            for base in bases
+            for name in names
+            if isinstance(vars(base).get(name), types.FunctionType) and may_change(base)
+        ]
         found.update((place.key, place) for place in places)
         waiting += [place.value for place in places]
-        waiting += [vars(base).get(name) for base in bases for name in names]
     return list(found.values())
 
 

@@ -1207,6 +1207,15 @@ class FindsAMethod(Finds):
         return self.method(super().forward(x))
 
 
+class FindsAClassMethod(Finds):
+    @classmethod
+    def of_class(cls, y: Tensor) -> Tensor:
+        return y * 2
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.of_class(super().forward(x))
+
+
 class FindsADefaultDtype(Finds):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x).to(torch.get_default_dtype())
@@ -1273,6 +1282,14 @@ CHANGES: dict[str, Any] = {
     "a method of the instance": lambda patch: (
         FindsAMethod(),
         lambda m: setattr(m, "method", types.MethodType(triple, m)),
+    ),
+    "a method of the class": lambda patch: (
+        FindsAClassMethod(),
+        lambda *_: patch.setattr(FindsAClassMethod, "of_class", classmethod(triple)),
+    ),
+    "the forward of a base": lambda patch: (
+        FindsAMethod(),
+        lambda *_: patch.setattr(Block, "forward", triple),
     ),
     "the forward": lambda patch: (Block(), lambda *_: patch.setattr(Block, "forward", triple)),
     "a forward of torch's": lambda patch: (
@@ -1880,6 +1897,22 @@ class KeepsADefault(Block):
         return super().forward(x)
 
 
+class Scale:
+    factor = 2.0
+
+    def scale(self, y: Tensor) -> Tensor:
+        return y * self.factor
+
+
+class CallsAnObject(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = Scale().scale
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.by(super().forward(x))
+
+
 class NestedCache(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -1962,6 +1995,7 @@ REFUSED = [
     (KeepsAList, "changes_state"),
     (Counts, "changes_state"),
     (KeepsADefault, "changes_state"),
+    (CallsAnObject, "mutable_attribute"),
     (ReplacesAParameter, "changes_state"),
     (AsksWhetherItIsATensor, "untraceable"),
     (Matches, "untraceable"),
