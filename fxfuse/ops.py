@@ -350,8 +350,9 @@ def _have_own_functions(*operands: object) -> bool:
     # Not isinstance, which a tracer's proxy may answer as a tensor would.
     kinds: list[type[Any]] = [type(operand) for operand in operands]
     kinds = [kind for kind in kinds if issubclass(kind, Tensor)]
-    if torch.compiler.is_compiling():
-        return any(kind is not Tensor and kind is not Parameter for kind in kinds)
+    if torch.compiler.is_dynamo_compiling():
+        none = torch._C._disabled_torch_function_impl
+        return any(kind is not Tensor and kind.__torch_function__ is not none for kind in kinds)
     own = (kind.__torch_function__ for kind in kinds)
     return any(getattr(function, "__func__", None) not in _TORCHS for function in own)
 
