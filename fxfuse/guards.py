@@ -13,6 +13,7 @@ import copy
 import enum
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,46 @@ class Attribute:
 
 
 @dataclass
+class Outside:
+    """What code finds outside of the module's state is the same.
+
+    Attributes:
+        owner: Of a closure its cell; otherwise what has the name: a module of Python's, the scope
+            of a function without one, a class, an object.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+
+    def expression(self, name: Name) -> str:
+        """True while it holds."""
+        owner = name(self.owner)
+        found = f"{owner}.{self.name}"
+        if isinstance(self.owner, dict):
+            found = f"{owner}[{self.name!r}]"
+        elif isinstance(self.owner, types.CellType):
+            found = f"{owner}.cell_contents"
+        return _equal(found, self.value, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Outside:
+        return self
+
+
+@dataclass
+class Method:
+    """A method of a module that the forward calls is the same."""
+
+    owner: Path
+    name: str
+    function: Callable[..., Any]
+
+    def expression(self, name: Name) -> str:
+        """True while it holds."""
+        return f"{name(self.owner)}.{self.name}.__func__ is {name(self.function)}"
+
+
+@dataclass
 class Present:
     """A tensor that the forward reads is there."""
 
@@ -198,7 +239,7 @@ class Present:
 
 @dataclass
 class Replaced:
-    """A module whose forward is not called has the same type and settings and no hooks."""
+    """A module that the graph knows from inside has the same type and settings and no hooks."""
 
     module: Path
     type: type
@@ -209,6 +250,12 @@ class Replaced:
     def inlined(cls, path: Path, module: nn.Module) -> Replaced:
         """The guard of a module whose forward was traced, which says what it reads."""
         return cls(path, type(module), {}, ())
+
+    @classmethod
+    def trusted(cls, path: Path, module: nn.Module) -> Replaced:
+        """The guard of a module that is called, and of which is known what it writes to."""
+        inplace = getattr(module, "inplace", None)
+        return cls(path, type(module), {} if inplace is None else {"inplace": inplace}, ())
 
     @classmethod
     def fused(cls, path: Path, module: nn.Module) -> Replaced:
@@ -255,7 +302,7 @@ class Query:
         return f"{name(self.function)}(*{name(self.args)}) == {name(self.answer)}"
 
 
-Guard = Children | Attribute | Present | Replaced | Query
+Guard = Children | Attribute | Outside | Method | Present | Replaced | Query
 
 # Hooks on every module would not be called for those that a graph no longer calls.
 _NO_GLOBAL_HOOKS = " and ".join(
@@ -303,7 +350,7 @@ class Guards:
                 "        return (",
                 "            " + "\n            and ".join(checks),
                 "        )",
-                "    except (AttributeError, KeyError):",
+                "    except (AttributeError, KeyError, ValueError):",
                 "        return False",
             ]
         )

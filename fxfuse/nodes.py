@@ -306,6 +306,10 @@ _MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
 }
 
 
+# As torch has them: a program may give a class of torch's another.
+_FORWARDS = {cls: cls.forward for cls in _MODULES}
+
+
 def read(node: fx.Node, root: nn.Module) -> Reading | None:
     """Reads one node.
 
@@ -407,7 +411,7 @@ def obstacle(module: nn.Module, known: type[nn.Module]) -> str | None:
         return "parametrized"
     if type(module) is not known:
         return "subclass"
-    if "forward" in vars(module):
+    if "forward" in vars(module) or known.forward is not _FORWARDS.get(known, known.forward):
         return "own_forward"
     hooks = (
         module._forward_hooks,
@@ -441,28 +445,6 @@ def name(node: fx.Node, root: nn.Module) -> str:
         target = target.overloadpacket
     known = str(getattr(target, "__name__", target))
     return _CONVOLUTIONS.get(known, known) if node.op == "call_function" else known
-
-
-# Operations whose result may be their input.
-_PASSING = frozenset({"identity", "dropout", "cast"})
-_MATRIX_MODULES = (
-    *(getattr(nn, f"Conv{kind}{rank}d") for kind in ("", "Transpose") for rank in (1, 2, 3)),
-    nn.Linear,
-)
-
-
-def makes(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node's result is sure to lie in memory of its own."""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        if type(module) in _MATRIX_MODULES:
-            return obstacle(module, type(module)) is None
-    elif node.op == "call_function" and name(node, root) in _CONVOLUTIONS.values():
-        return True
-    reading = read(node, root)
-    if reading is None or reading.obstacle or reading.operation in _PASSING:
-        return False
-    return not reading.inplace and reading.arguments.get("out") is None
 
 
 def attribute(node: fx.Node, root: nn.Module) -> Any:
@@ -554,6 +536,34 @@ def measures(node: fx.Node) -> bool:
         _, _, stride, *_ = *node.args, None, None
         return stride is None and node.kwargs.get("stride") is None
     return node.op == "call_function" and node.target in _MEASURING_FUNCTIONS
+
+
+# What gives a new tensor, unless it is told to write to an old one.
+_FRESH = frozenset(
+    {"linear", "relu", "relu6", "hardtanh", "clamp", "silu", "gelu", "hardswish", "leaky_relu"}
+    | {"sigmoid", "tanh", "mul", "add"}
+)
+_FRESH_FUNCTIONS = frozenset(
+    {_aten.convolution.default}
+    | {getattr(torch, function) for function in _CONVOLUTIONS}
+    | {getattr(_aten, function).default for function in _CONVOLUTIONS if "trans" not in function}
+)
+_FRESH_MODULES = frozenset(getattr(nn, module) for module in _CONVOLUTIONS.values())
+
+
+def is_fresh(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node's result is a new tensor: a product, a convolution, an activation, a sum."""
+    if node.op == "call_function" and node.target in _FRESH_FUNCTIONS:
+        return True
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if type(module) in _FRESH_MODULES:
+            return obstacle(module, type(module)) is None
+    reading = read(node, root)
+    if reading is None or reading.obstacle or reading.operation not in _FRESH:
+        return False
+    given = reading.arguments
+    return given.get("out") is None and given.get("inplace", False) is False
 
 
 # They fail where the strides do not suit them.

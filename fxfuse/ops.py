@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +78,19 @@ def group_norm_activation(
             torch refuses.
     """
     if has_torch_function_variadic(input, weight, bias):
-        if autocast and any(map(_overrides, (input, weight, bias))):
-            # Its class knows torch's functions, and not ours.
-            norm = F.group_norm if verify_batch_size else torch.group_norm
-            y = ACTIVATIONS[activation](norm(input, num_groups, weight, bias, eps), *params)
-            return y if dtype is None else y.to(dtype)
-        # as F.group_norm does it: one call for a tracer's proxy
+        if have_own_functions(input, weight, bias):
+            return reference(
+                input,
+                num_groups,
+                weight,
+                bias,
+                eps,
+                activation,
+                params,
+                dtype,
+                F.group_norm if verify_batch_size else torch.group_norm,
+            )
+        # as F.group_norm does it: one call for a tracer's proxy or a mode
         result: Tensor = handle_torch_function(
             group_norm_activation,
             (input, weight, bias),
@@ -170,12 +177,12 @@ def group_norm_add_activation(
         ValueError: If there is one value per group and ``verify_batch_size`` is set.
         RuntimeError: If an argument is not as described, or the residual cannot be added.
     """
-    operands = input, residual, weight, bias
-    own_sum = any(map(has_own_functions, operands))
-    if has_torch_function_variadic(*operands) and not own_sum:
+    tensors = input, residual, weight, bias
+    own = has_torch_function_variadic(*tensors)
+    if own and not (own := have_own_functions(*tensors)):
         result: Tensor = handle_torch_function(
             group_norm_add_activation,
-            operands,
+            tensors,
             input,
             residual,
             num_groups,
@@ -192,7 +199,7 @@ def group_norm_add_activation(
         )
         return result
     if (
-        own_sum
+        own
         or not _takes_residual(input, residual, dtype, channels_last, autocast)
         or not (library.is_loaded() or library.load())
     ):
@@ -226,8 +233,13 @@ def _takes_residual(
     channels_last: ChannelsLast,
     autocast: bool,
 ) -> bool:
-    """Whether the operator gives what eager's sum gives: sizes, dtype and layout of the norm's."""
+    """Whether the operator gives what eager's sum gives: sizes, dtype and layout of the norm's.
+
+    Subclasses, such as DTensor, have a sum of their own.
+    """
     if not isinstance(residual, Tensor) or dtype is not None or input.dim() < 2:
+        return False
+    if is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(residual):
         return False
     if input.is_cuda and (channels_last == "eager" or not autocast):
         return False
@@ -258,23 +270,6 @@ def _holds(condition: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)
-
-
-def _overrides(value: object) -> bool:
-    """Whether a tensor's class says itself what torch's functions do with it."""
-    if not isinstance(value, Tensor) or type(value) in (Tensor, Parameter):
-        return False
-    function = type(value).__torch_function__
-    inherited = Tensor.__torch_function__, torch._C._disabled_torch_function_impl
-    underlying = [getattr(f, "__func__", f) for f in (function, *inherited)]
-    return underlying[0] not in underlying[1:]
-
-
-def has_own_functions(value: object) -> bool:
-    """Whether a tensor's class, such as DTensor or a quantised one, has its own Linear or sum."""
-    if value is None or type(value) in (Tensor, Parameter):
-        return False
-    return is_traceable_wrapper_subclass(value) or _overrides(value)
 
 
 def linear_group_norm_activation(
@@ -320,8 +315,8 @@ def linear_group_norm_activation(
             torch refuses.
     """
     tensors = input, linear_weight, linear_bias, weight, bias
-    own_linear = any(map(has_own_functions, tensors))
-    if has_torch_function_variadic(*tensors) and not own_linear:
+    own = has_torch_function_variadic(*tensors)
+    if own and not (own := have_own_functions(*tensors)):
         result: Tensor = handle_torch_function(
             linear_group_norm_activation,
             tensors,
@@ -338,11 +333,13 @@ def linear_group_norm_activation(
             verify_batch_size=verify_batch_size,
         )
         return result
+    # A subclass (DTensor, a quantised weight) has its own Linear and knows nothing of this one.
     # Where there is no kernel, a compiler has better to do with a Linear than to leave it alone.
     # F.linear takes one row for its weight too, and a bias that broadcasts.
     if (
-        own_linear
+        own
         or not _has_linear_kernel(input.device)
+        or any(t is not None and is_traceable_wrapper_subclass(t) for t in tensors)
         or linear_weight.dim() != 2
         or (linear_bias is not None and linear_bias.size() != linear_weight.size()[:1])
         or not (library.is_loaded() or library.load())
@@ -365,6 +362,26 @@ def linear_group_norm_activation(
         input, linear_weight, linear_bias, num_groups, weight, bias, eps, activation, params, dtype
     )
     return output
+
+
+def have_own_functions(*operands: object) -> bool:
+    """Whether an operand is of a subclass of Tensor that says what each of torch's functions does.
+
+    It knows those that the model was written with, and none of ours.  Dynamo, which does in its own
+    way what they say, takes ours for none of them.
+    """
+    # Not isinstance, which a tracer's proxy may answer as a tensor would.
+    kinds: list[type[Any]] = [type(operand) for operand in operands]
+    kinds = [kind for kind in kinds if issubclass(kind, Tensor)]
+    if torch.compiler.is_dynamo_compiling():
+        none = torch._C._disabled_torch_function_impl
+        return any(kind is not Tensor and kind.__torch_function__ is not none for kind in kinds)
+    own = (kind.__torch_function__ for kind in kinds)
+    return any(getattr(function, "__func__", None) not in _TORCHS for function in own)
+
+
+# That of Tensor, and none of Parameter and of subclasses that have only a __torch_dispatch__.
+_TORCHS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
 
 def linear_kernel(
@@ -474,14 +491,18 @@ def reference(
     activation: str,
     params: Sequence[float],
     dtype: torch.dtype | None = None,
+    group_norm: Callable[..., Tensor] = torch.group_norm,
 ) -> Tensor:
-    """What the operator computes, from torch's own: used where the library cannot be built."""
+    """What the operator computes, from torch's own: used where the library cannot be built.
+
+    Also for tensors that know only torch's functions, of which `group_norm` is one.
+    """
     wide = input.dtype if dtype is None else torch.promote_types(input.dtype, dtype)
     if wide != input.dtype:
         input = input.to(wide)
         weight = None if weight is None else weight.to(wide)
         bias = None if bias is None else bias.to(wide)
-    y = torch.group_norm(input, num_groups, weight, bias, eps)
+    y = group_norm(input, num_groups, weight, bias, eps)
     y = ACTIVATIONS[activation](y, *params)
     return y if dtype is None else y.to(dtype)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from fxfuse import library, nodes, ops, rewrite
 from fxfuse.nodes import Attribute
@@ -138,7 +138,7 @@ def fusions(
         producer=nodes.name,
         transparent=_transparent,
         measures=nodes.measures,
-        makes=nodes.makes,
+        fresh=nodes.is_fresh,
         survey=nodes.viewed,
         target=ops.group_norm_activation,
         arguments=functools.partial(_arguments, channels_last=channels_last),
@@ -271,7 +271,8 @@ def _choose_kernel(
     affine = _tensor(call.kwargs.get("weight"), root)
     result, num_groups = nodes.value(linear), cast(int, call.args[1])
     for name, given in (("weight", weight), ("bias", bias)):
-        if given is not None and ops.has_own_functions(given):
+        own = is_traceable_wrapper_subclass(given) or ops.have_own_functions(given)
+        if own and given is not None:
             return LinearChoice(linear, False, f"its {name} is a {type(given).__name__}")
     if weight is not None and not _are_a_linears(weight, bias):
         return LinearChoice(linear, False, "its weight or bias has not the shape of a Linear's")

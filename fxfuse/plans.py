@@ -75,15 +75,27 @@ class Variant:
             sites: What was replaced there.
             taken: The Linears that were taken in.
         """
-        chains = (site.match.nodes for site in sites if site.match is not None)
-        replaced = {
-            str(node.target): module.get_submodule(str(node.target))
-            for node in itertools.chain(*chains, taken)
-            if node.op == "call_module"
-        }
-        fused = (guards.Replaced.fused(guards.Path(p), m) for p, m in replaced.items())
+        matches = [site.match for site in sites if site.match is not None]
+
+        def called(nodes: Iterable[fx.Node]) -> dict[str, nn.Module]:
+            paths = (str(node.target) for node in nodes if node.op == "call_module")
+            return {path: module.get_submodule(path) for path in paths}
+
+        replaced = called([*(node for match in matches for node in match.nodes), *taken])
+        trusted = called(node for match in matches for node in match.trusted)
         run, code = _compile(trace.graph, type(module))
-        return cls(run, code, guards.Guards((*trace.guards, *fused)), trace.inlined)
+        types = dict.fromkeys(tracing.plain(m) for m in replaced.values())
+        found = (
+            *trace.guards,
+            *(guards.Outside(cls, "forward", cls.forward) for cls in types),
+            *(guards.Replaced.fused(guards.Path(path), m) for path, m in replaced.items()),
+            *(
+                guards.Replaced.trusted(guards.Path(path), m)
+                for path, m in trusted.items()
+                if path not in replaced
+            ),
+        )
+        return cls(run, code, guards.Guards(found), trace.inlined)
 
 
 @dataclasses.dataclass

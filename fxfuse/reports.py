@@ -31,7 +31,6 @@ REMEDIES: dict[Reason, str] = {
     "be added to its table.",
     Reason.NOT_THE_INPUT: NOT_FOR_A_USER,
     Reason.WRITTEN_MEANWHILE: "Write to a copy instead, or after the sum.",
-    Reason.MAY_BE_WRITTEN: "Compute the residual before the norm.",
     Reason.MODE_SWITCH: "Change the mode before the norm or after the activation.",
     Reason.DROPOUT: "Put the dropout after the activation, or p = 0.",
     Reason.OTHER_GRADIENT: "Write it as one call, or decompose it later than the pass.",

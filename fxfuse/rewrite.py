@@ -12,8 +12,7 @@ more than what its result shares with the value, such as the shape; and, where t
 writes in place, the readers that come after the last write, which see its result.  The new node
 stands where the chain began, so what the graph does to the chain's inputs afterwards comes
 afterwards still.  Where a later part of the chain reads another value too, such as a residual, it
-stands there instead, and nothing may be written to in between, nor handed, if it could be, to what
-may write to it unseen, such as a module of the user's.
+stands there instead, and nothing that the chain begins with may be written to in between.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class Reason(Enum):
     NO_READER = "{value} is not read."
     NO_ACTIVATION = "{value} goes to {reader}, which no fusion knows."
     NOT_THE_INPUT = "{value} enters {reader} as another argument than its input."
-    WRITTEN_MEANWHILE = "{writer} writes in place before {reader} has all that it reads."
-    MAY_BE_WRITTEN = "{node} may write to what was read before {reader} has the rest."
+    WRITTEN_MEANWHILE = "{writer} writes in place, or may, before {reader} has all that it reads."
     MODE_SWITCH = "{switch} changes the grad or autocast mode in between."
 
     # Found by the readers of the steps.
@@ -71,14 +69,14 @@ class Reason(Enum):
     SUBCLASS = "{module} is a subclass, whose behaviour may be its own."
     PARAMETRIZED = "{module} is parametrized."
     HOOKS = "{module} carries hooks, or a hook on all modules is set, that would not be called."
-    OWN_FORWARD = "{module} has a forward of its own set on the instance."
+    OWN_FORWARD = "{module} has a forward of its own, set on the instance or on torch's class."
 
     # Found on the way from a module to its graph.
     UNTRACEABLE = "The forward around it cannot be traced: {error}."
     CONTEXT_MANAGER = "The forward around it changes the grad, autocast or checkpointing mode."
     RANDOM_NUMBER = "The forward around it draws a random number, which a graph would freeze."
     TENSOR_CONSTANT = "The forward around it makes a tensor, which a graph would freeze."
-    CHANGES_STATE = "The forward around it changes the attribute {name}."
+    CHANGES_STATE = "The forward around it changes {name}."
     MUTABLE_ATTRIBUTE = "The forward around it reads {name}, a {kind}, whose changes go unseen."
     NOT_SUBCLASSABLE = "Its module's class allows no subclass: {error}."
     NOT_CALLED = "The forward around it does not call it."
@@ -165,10 +163,10 @@ class Fusion:
         transparent: Reads a node that may stand between two steps because its result is its input.
         measures: Whether a node reads of a value inside the chain only what the chain's result
             shares with it, such as the shape.
-        makes: Whether a node's result is sure to lie in memory of its own.
         target: The function that takes the chain's place.
         arguments: Its positional and keyword arguments, from the graph, the match and the survey.
             Nodes that they need may be added to the graph; they will stand before the call.
+        fresh: Whether a node's result is a new tensor, which shares its memory with no other.
         survey: What `arguments` wants to know of the graph as a whole, asked once for all chains.
         instead: Where given, the row is only for nodes at which each row before it found no second
             step, for one of these reasons.
@@ -182,7 +180,7 @@ class Fusion:
     target: Callable[..., Any]
     arguments: Callable[[fx.Graph, Match, Any], tuple[tuple[Any, ...], dict[str, Any]]]
     measures: Callable[[fx.Node], bool] = lambda node: False
-    makes: Callable[[fx.Node, nn.Module], bool] = lambda node, root: False
+    fresh: Callable[[fx.Node, nn.Module], bool] = lambda node, root: False
     survey: Callable[[fx.Graph], Any] = lambda graph: None
     instead: frozenset[Reason] = frozenset()
     outcome: Reason = Reason.FUSED
@@ -200,6 +198,8 @@ class Match:
         unread: Nodes that go as well, because they read what is replaced, and no one reads them.
         early: Nodes that measure what is replaced, to stand right after the call: what is done to
             its result later was not done to the value.
+        trusted: Nodes that stay, and of whose modules it is taken for granted that they write in
+            place to nothing, or that their result is a new tensor.
     """
 
     fusion: Fusion
@@ -208,6 +208,7 @@ class Match:
     nodes: tuple[fx.Node, ...]
     unread: tuple[fx.Node, ...] = ()
     early: tuple[fx.Node, ...] = ()
+    trusted: tuple[fx.Node, ...] = ()
 
     @property
     def place(self) -> fx.Node:
@@ -416,9 +417,14 @@ class _Context:
         return [index for node, index in self.order.items() if written(node, self.root)]
 
     @functools.cached_property
-    def opaque(self) -> list[int]:
-        """The places of the nodes that may write to what they are given, in order."""
-        return [index for node, index in self.order.items() if _may_write(node, self.root)]
+    def unknown(self) -> list[int]:
+        """The places of the nodes that may write to a value unseen, in order."""
+        return [index for node, index in self.order.items() if not _is_known(node, self.root)]
+
+    @functools.cached_property
+    def modules(self) -> list[int]:
+        """The places of the nodes that call modules, in order."""
+        return [index for node, index in self.order.items() if node.op == "call_module"]
 
     def between(self, places: Sequence[int], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of the nodes at the given places that lie between two."""
@@ -462,6 +468,7 @@ class _Chain:
             node is only part of an operation.
         written_over: Those whose result is the same tensor as the last one's.
         early: As in `Match`.
+        trusted: As in `Match`.
     """
 
     fusion: Fusion
@@ -472,6 +479,7 @@ class _Chain:
     inside: set[fx.Node] = field(default_factory=set)
     written_over: set[fx.Node] = field(default_factory=set)
     early: list[fx.Node] = field(default_factory=list)
+    trusted: list[fx.Node] = field(default_factory=list)
     refusal: Refusal | None = None
 
     @classmethod
@@ -522,28 +530,26 @@ class _Chain:
         for value in self.nodes[: self.nodes.index(place)]:
             if any(self._before(reader, place) for reader in self._others(value)):
                 return self._shared(value)
-        for writer in self.context.between(self.context.writers, self.nodes[0], place):
-            if writer not in self.nodes:
-                return Reason.WRITTEN_MEANWHILE.because(writer=writer.name, reader=place.name)
-        for node in self.context.between(self.context.opaque, self.nodes[0], place):
-            if not self._memory(node).isdisjoint(self._memory(self.nodes[0])):
-                return Reason.MAY_BE_WRITTEN.because(node=node.name, reader=place.name)
+        writers, unknown, modules = (
+            [n for n in self.context.between(places, self.nodes[0], place) if n not in self.nodes]
+            for places in (self.context.writers, self.context.unknown, self.context.modules)
+        )
+        feeding = self.parts[0].input
+        if feeding is not None and self._is_private(feeding, place):
+            self.trusted = [feeding] if unknown or modules else []
+        else:
+            writers = writers or unknown
+            self.trusted = modules
+        if writers:
+            return Reason.WRITTEN_MEANWHILE.because(writer=writers[0].name, reader=place.name)
         return None
 
-    def _memory(self, node: fx.Node) -> set[fx.Node | None]:
-        """The nodes whose memory a node may read; None stands for all that the graph is given."""
-        found: set[fx.Node | None] = set()
-        waiting = list(node.all_input_nodes)
-        while waiting:
-            value = waiting.pop()
-            if value in found:
-                continue
-            found.add(value)
-            if value.op in ("placeholder", "get_attr"):
-                found.add(None)  # the same tensor may come twice
-            elif not self.fusion.makes(value, self.context.root):
-                waiting += value.all_input_nodes
-        return found
+    def _is_private(self, value: fx.Node, place: fx.Node) -> bool:
+        """Whether the chain alone has a hold of what feeds it until it comes to a place."""
+        readers = (reader for reader in self._others(value) if not self.fusion.measures(reader))
+        return self.fusion.fresh(value, self.context.root) and not any(
+            self._before(reader, place) for reader in readers
+        )
 
     def _may_stay(self, reader: fx.Node, value: fx.Node, tail: fx.Node) -> bool:
         """Whether a reader outside the chain may read the chain's result in place of a value."""
@@ -551,12 +557,20 @@ class _Chain:
             return False
         if value in self.written_over and self._before(tail, reader):
             return True
-        if not self.fusion.measures(reader):
+        if not self.fusion.measures(reader) or self._may_differ(value):
             return False
         if self._before(tail, reader):
             self.early.append(reader)
             return reader.all_input_nodes == [value]
         return True
+
+    def _may_differ(self, value: fx.Node) -> bool:
+        """Whether the chain's result may have another size or dtype than a value in it."""
+        at = self.nodes.index(value)
+        return any(
+            part.others and not part.same_tensor and at < self.nodes.index(part.node)
+            for part in self.parts
+        )
 
     def _advance(self, step: Reader) -> Refusal | None:
         """Appends the node that a step reads, and the transparent ones before it."""
@@ -670,6 +684,7 @@ class _Chain:
                 tuple(self.nodes),
                 self._unread(),
                 tuple(self.early),
+                tuple(self.trusted),
             )
         outcome = self.fusion.outcome
         possible = Reason.FUSIBLE if outcome is Reason.FUSED else outcome
@@ -745,14 +760,43 @@ def written(node: fx.Node, root: nn.Module) -> set[fx.Node]:
     values: list[Any] = [node.kwargs.get("out")]
     if _writes_first_argument(node, root):
         values.append(node.args[0] if node.args else node.kwargs.get("input"))
-    if isinstance(node.target, torch._ops.OpOverload):
-        for index, argument in enumerate(node.target._schema.arguments):
+    for operator_ in _operators(node.target):
+        for index, argument in enumerate(operator_._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = index < len(node.args)
                 values.append(node.args[index] if given else node.kwargs.get(argument.name))
     found: set[fx.Node] = set()
     fx.node.map_arg(values, found.add)
     return found
+
+
+def _operators(target: object) -> list[torch._ops.OpOverload]:
+    """The operators that a target is, or is one of."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()  # type: ignore[no-untyped-call]
+        return [getattr(target, name) for name in names]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
+
+
+def _is_known(node: fx.Node, root: nn.Module) -> bool:
+    """Whether it is known of a node to what it writes (see `written`).
+
+    It is not of what calls code that is not torch's, such as a module with others in it.
+    """
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        own = "forward" in vars(module) or next(module.children(), None) is not None
+        return type(module).__module__.startswith("torch.nn.modules.") and not (hooked or own)
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False  # it runs a graph
+    home = getattr(node.target, "__module__", None) or "torch"
+    return home.partition(".")[0] in _KNOWN
+
+
+_KNOWN = frozenset({"torch", "_operator", "builtins", "math", __name__.partition(".")[0]})
 
 
 def _writes_first_argument(node: fx.Node, root: nn.Module) -> bool:
@@ -773,48 +817,6 @@ def _writes_first_argument(node: fx.Node, root: nn.Module) -> bool:
     except (TypeError, ValueError):  # a builtin, or a call that would fail
         arguments = node.kwargs
     return bool(arguments.get("inplace", False))
-
-
-_PACKAGES = frozenset({"builtins", "math", operator.add.__module__, "torch", __package__})
-"""Of functions that write as the conventions have it, which those of others may not do."""
-
-
-def _may_write(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node may write to values although the conventions do not tell (see `written`)."""
-    target = node.target
-    if node.op == "call_module":
-        return not all(map(_keeps_to_conventions, root.get_submodule(str(target)).modules()))
-    if node.op != "call_function":
-        return False
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        bodies = [_body(argument, root) for argument in node.all_input_nodes]
-        return not any(bodies) or any(
-            written(inner, body) or _may_write(inner, body)
-            for body in bodies
-            if body is not None
-            for inner in body.graph.nodes
-        )
-    if isinstance(target, torch._ops.OpOverloadPacket):  # its overload is chosen when it runs
-        return any(schema.is_mutable for schema in target._schemas.values())
-    package = (getattr(target, "__module__", None) or "builtins").partition(".")[0]
-    return not isinstance(target, torch._ops.OpOverload) and package not in _PACKAGES
-
-
-def _keeps_to_conventions(module: nn.Module) -> bool:
-    """Whether a module that holds others is known to write to nothing that it is given."""
-    own = type(module).__module__.startswith(("torch.nn.modules.", "torch.ao.nn."))
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return own and not hooked and not getattr(module, "inplace", False)
-
-
-def _body(node: fx.Node, root: nn.Module) -> fx.GraphModule | None:
-    """The graph that a node hands to an operator that runs it."""
-    if node.op != "get_attr":
-        return None
-    value: Any = root
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value if isinstance(value, fx.GraphModule) else None
 
 
 # What Dynamo writes for context managers; symbolic tracing records none.

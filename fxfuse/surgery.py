@@ -471,7 +471,7 @@ class _Operation:
         self.kept[module] = plan
         self.sites[module] = [_already(site) for site in sites]
         self._leave_out(module, plan)
-        self.settled |= {module.get_submodule(site.module or "") for site in sites}
+        self._settle(module, sites)
         self._goes_on(module, self.boundaries.opens(module))
 
     def _goes_on(self, module: nn.Module, opens: bool) -> None:
@@ -520,7 +520,15 @@ class _Operation:
         self._goes_on(module, traced[0].opens)
         self.sites[module] = list(plan.sites())
         self._leave_out(module, plan)
-        self.settled |= {module.get_submodule(site.module or "") for site in self.sites[module]}
+        self._settle(module, self.sites[module])
+
+    def _settle(self, module: nn.Module, sites: Iterable[Site]) -> None:
+        """Keeps whose graph has the norms of some sites, of which nothing else is to report."""
+        norms = {module.get_submodule(site.module or "") for site in sites}
+        self.settled |= norms
+        for norm in norms:
+            if isinstance(norm, nn.GroupNorm) and norm is not module:
+                self.sites.pop(norm, None)  # why it is excluded
 
     def _leave_out(self, module: nn.Module, plan: Plan) -> None:
         """Leaves out of the report what is part of a module's graphs."""
@@ -684,9 +692,8 @@ def _fused_class(cls: Any) -> type:
         return cast(type, cls)
     if cls in _classes:
         return _classes[cls]
-    original = cls.forward
 
-    @functools.wraps(original)
+    @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # torch.compile goes through here and keeps the fusion and its guards; an exported program
         # is to run where there is no fxfuse.  The flag itself, because Dynamo of torch 2.11 takes
@@ -696,7 +703,7 @@ def _fused_class(cls: Any) -> type:
             if plan is not None and (found := plan.find(self, args, kwargs)) is not None:
                 run, values = found
                 return run(self, *values)
-        return original(self, *args, **kwargs)
+        return cls.forward(self, *args, **kwargs)  # which may be another one by now
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return _plain_reduction(self, cls.__reduce_ex__(self, protocol))

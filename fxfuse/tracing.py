@@ -14,6 +14,8 @@ import contextlib
 import dis
 import enum
 import functools
+import inspect
+import itertools
 import pickle
 import random
 import sys
@@ -184,6 +186,8 @@ _QUERIES = (
     "get_autocast_dtype",
     "get_autocast_cpu_dtype",
     "get_autocast_gpu_dtype",
+    "get_default_dtype",
+    "are_deterministic_algorithms_enabled",
 )
 
 # What context managers call.  That the mode is what it was before proves nothing: it may be
@@ -236,12 +240,16 @@ class _Tracer(fx.Tracer):
         self.own = {id(tensor) for tensor in own}
         self.containers: dict[nn.Module, None] = {}
         self.attributes: dict[tuple[nn.Module, str], Any] = {}
+        self.methods: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
         self.optional: dict[tuple[nn.Module, str], None] = {}
         self.queries: list[guards.Query] = []
 
     def run(self) -> Trace:
+        classes = dict.fromkeys(plain(module) for module in (self.module, *self.inlined))
+        outside: list[Guard] = [guards.Outside(cls, "forward", cls.forward) for cls in classes]
         try:
-            with self._recorded_modes(), self._recorded_attributes():
+            places = _places([cls.forward for cls in classes], classes)
+            with _unchanged_outside(places), self._recorded_modes(), self._recorded_attributes():
                 graph = self.trace(self.module)
         except Exception as error:
             frames = traceback.walk_tb(error.__traceback__)
@@ -252,6 +260,10 @@ class _Tracer(fx.Tracer):
             raise untraceable(error) from error
         if self.refusal is not None:
             raise Untraceable(self.refusal)
+        found = {
+            place.key: place for place in (*places, *_places(self.attributes.values(), classes))
+        }
+        outside += itertools.chain.from_iterable(place.guards() for place in found.values())
         return Trace(
             graph,
             self.pattern,
@@ -259,6 +271,8 @@ class _Tracer(fx.Tracer):
                 # Attributes first: `training` is what tells one variant from the other.
                 *(self._attribute(*read) for read in self.attributes.items()),
                 *self.queries,
+                *outside,
+                *(guards.Method(self._path(m), name, f) for (m, name), f in self.methods.items()),
                 *(guards.Present(self._path(owner), name) for owner, name in self.optional),
                 *(guards.Children.of(self._path(owner), owner) for owner in self.containers),
                 *(guards.Replaced.inlined(self._path(m), m) for m in self.inlined),
@@ -439,7 +453,12 @@ class _Tracer(fx.Tracer):
                     tracer.attributes.setdefault((self, name), MISSING)
                 raise  # Python goes on to __getattr__
             if type(value) is types.MethodType:
-                return value
+                owner = value.__self__
+                if isinstance(owner, type) or (
+                    isinstance(owner, nn.Module) and owner in tracer.names
+                ):
+                    tracer.methods[cast(nn.Module, self), name] = value.__func__
+                    return value
             if isinstance(value, Tensor):
                 tracer.optional[self, name] = None
                 path = ".".join(filter(None, (tracer.names[self], name)))
@@ -465,7 +484,9 @@ class _Tracer(fx.Tracer):
     @contextlib.contextmanager
     def _recorded_modes(self) -> Iterator[None]:
         """Writes down every question about torch's modes, and refuses to switch one."""
-        queries = [(torch, name) for name in _QUERIES if hasattr(torch, name)]
+        queries: list[tuple[Any, str]] = [(torch, n) for n in _QUERIES if hasattr(torch, n)]
+        if torch.distributed.is_available():
+            queries.append((torch.distributed, "is_initialized"))
         originals = {(owner, name): getattr(owner, name) for owner, name in (*queries, *_SWITCHES)}
 
         def asked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -681,6 +702,166 @@ def _write_down(value: Any, name: str, found: dict[int, _Container]) -> None:
     elif isinstance(value, (list, tuple, deque)):
         for item in value:
             _write_down(item, name, found)
+
+
+# ---- what a forward finds outside of its module ---------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where code finds a value that is not its module's: a global name, a closure, a default."""
+
+    owner: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same for the same place."""
+        return id(self.owner), self.name
+
+    @property
+    def value(self) -> Any:
+        """What is there; MISSING where nothing is that is always the same object."""
+        if isinstance(self.owner, types.CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:
+                return MISSING
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.name, MISSING)
+        if isinstance(self.owner, types.FunctionType):
+            return getattr(self.owner, self.name)
+        if isinstance(self.owner, types.ModuleType):
+            return vars(self.owner).get(self.name, MISSING)
+        value = inspect.getattr_static(self.owner, self.name, MISSING)
+        computed = hasattr(type(value), "__get__") and not isinstance(self.owner, type)
+        return MISSING if computed else value
+
+    def put_back(self, value: Any) -> None:
+        """Sets it to what it was."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
+    def guards(self) -> list[Guard]:
+        """What tells whether the value is still the same, where a guard can tell."""
+        value = self.value
+        whole = isinstance(value, (types.ModuleType, nn.Module, type(MISSING)))
+        if whole or isinstance(self.owner, types.FunctionType):
+            return []
+        kept = _snapshot(value)
+        return [] if kept is _MUTABLE else [guards.Outside(self.owner, self.name, kept)]
+
+
+def _places(functions: Collection[Any], classes: Collection[type]) -> list[_Place]:
+    """Where functions, and those that they name, find values.
+
+    Args:
+        functions: The functions.
+        classes: Their methods count as named where a function names an attribute like them.  Their
+            packages and files that are not installed may change; other libraries are not looked at.
+    """
+    found: dict[tuple[int, str], _Place] = {}
+    waiting, done = list(functions), set()
+    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
+    own = {*map(_home, bases)} - {"torch", "builtins"}
+
+    def may_change(value: Any) -> bool:
+        home = _home(value)
+        return home is None or home in own or not _is_library_package(home)
+
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, types.FunctionType) or function in done:
+            continue
+        if not may_change(function):
+            continue
+        done.add(function)
+        names, chains = _named(function.__code__)
+        places = [_Place(function, "__defaults__"), _Place(function, "__kwdefaults__")]
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        places += [_Place(cell, name) for name, cell in cells if name != "__class__"]
+        module = sys.modules.get(function.__module__ or "")
+        scope = function.__globals__
+        home = module if module is not None and vars(module) is scope else scope
+        for first, *rest in chains:
+            if first not in scope:
+                continue  # Python's own
+            places.append(_Place(home, first))
+            for name in rest:
+                owner = places[-1].value
+                if not (hasattr(owner, "__dict__") and may_change(owner)):
+                    break
+                places.append(_Place(owner, name))
+        places += [
+            _Place(base, name)
+            for base in bases
+            for name in names
+            if isinstance(vars(base).get(name), types.FunctionType) and may_change(base)
+        ]
+        found.update((place.key, place) for place in places)
+        waiting += [place.value for place in places]
+    return list(found.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """The names that code has: all, and the global ones, each with the attributes asked of it."""
+    names, chains = list(code.co_names), []
+    chain: list[str] = []
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            chains.append(chain := [step.argval])
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain.append(step.argval)
+        elif step.opname != "CACHE":
+            chain = []
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _named(constant)
+            names += inner[0]
+            chains += map(list, inner[1])
+    return tuple(names), tuple(map(tuple, chains))
+
+
+def _home(value: Any) -> str | None:
+    """The package that a module, a class or a function is of; None for any other object."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0]
+    if isinstance(value, (type, types.FunctionType)):
+        return str(value.__module__).partition(".")[0]
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library_package(name: str) -> bool:
+    """Whether a package is Python's, torch's, ours, or installed: no code of the model's author."""
+    if name in sys.stdlib_module_names or name in ("torch", "fxfuse"):
+        return True
+    file = str(getattr(sys.modules.get(name), "__file__", None))
+    return "site-packages" in file or "dist-packages" in file
+
+
+@contextlib.contextmanager
+def _unchanged_outside(places: list[_Place]) -> Iterator[None]:
+    """Refuses a forward that changed what it found outside of the module; that is put back."""
+    before = [(place, place.value) for place in places]
+    containers: dict[int, _Container] = {}
+    for place, value in before:
+        _write_down(value, place.name, containers)
+    try:
+        yield
+    finally:
+        changed = [name for container in containers.values() for name in container.put_back()]
+        for place, value in before:
+            if place.value is not value:
+                changed.append(place.name)
+                place.put_back(value)
+        if changed:  # whatever else went wrong
+            raise Untraceable(Reason.CHANGES_STATE.because(name=changed[0]))
 
 
 # ---- values that a guard can compare --------------------------------------------------------

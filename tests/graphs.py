@@ -781,6 +781,15 @@ class AddedAfterAWrite(Miss):
         return self.activation(y + residual)
 
 
+class AddedAndMeasured(Miss):
+    codes = ("other_reader",)
+    dialects = ("symbolic_trace",)  # in the others they are numbers
+
+    def after(self, y: Tensor, x: Tensor) -> Any:
+        z = y + torch.stack([x, x]).float()  # the sum has another size
+        return self.activation(z) * y.dim()
+
+
 class TwoNormsInOneClamp(Miss):
     codes = ("tensor_bound", "not_the_input")
 

@@ -16,10 +16,12 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import nodes, ops, tracing
+from fxfuse import guards, nodes, ops, tracing
 from fxfuse.surgery import _PLAN
 
 
@@ -475,6 +477,108 @@ def test_a_residual_is_taken_in_across_a_boundary(cls: type[Gated], activation: 
     assert_same(model, verified, inputs())
 
 
+def add_positions_(module: nn.Module, args: tuple[Tensor]) -> None:
+    (x,) = args
+    x += torch.arange(x.numel()).view_as(x)
+
+
+class WritesInside(nn.Module):
+    """What it writes to shows in no node of the graph that calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        add_positions_(self, (x,))
+        return x * 2
+
+
+def linear_with_a_hook() -> nn.Module:
+    linear = nn.Linear(12, 12)
+    linear.register_forward_pre_hook(add_positions_)
+    return linear
+
+
+class AddsABranch(nn.Module):
+    """A second branch runs between the norm and the sum, on a value that the norm may read."""
+
+    def __init__(self, producer: nn.Module, branch: nn.Module) -> None:
+        super().__init__()
+        self.producer, self.branch = producer, branch
+        self.norm = nn.GroupNorm(4, 12)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.producer(x))
+        return F.relu(y + self.branch(x))
+
+
+BRANCHES = {
+    "a Linear": (lambda: nn.Linear(12, 12), True),
+    "a Sequential of torch's": (lambda: nn.Sequential(nn.Linear(12, 12), nn.Tanh()), False),
+    "in place at its beginning": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Tanh()), False),
+    "in place": (lambda: nn.ReLU(inplace=True), False),
+    "in place inside": (WritesInside, False),
+    "in place further inside": (lambda: nn.Sequential(nn.Sequential(WritesInside())), False),
+    "in place in a hook": (linear_with_a_hook, False),
+}
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_residual_is_not_waited_for_where_the_norms_input_may_be_written_to(
+    branch: str, private: bool
+) -> None:
+    make, harmless = BRANCHES[branch]
+    model = AddsABranch(nn.Linear(12, 12) if private else nn.Identity(), make())
+    optimized = fxfuse.optimize(model)
+    visible = branch == "in place"  # a node that is known to write, which is always refused
+    assert fused(optimized) == ((private and not visible) or harmless)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(inputs()), model(inputs()))
+
+
+def test_what_a_residual_waits_for_is_guarded() -> None:
+    def take_the_producer_away(model: nn.Module) -> None:
+        model.producer = nn.Identity()
+        model.branch = WritesInside()
+
+    def change(name: str) -> Any:
+        branch = BRANCHES[name][0]()
+        return lambda model: setattr(model, "branch", branch)
+
+    def write_in_place(model: nn.Module) -> None:
+        model.branch.inplace = True
+
+    edits: list[tuple[nn.Module, nn.Module, Any]] = [
+        (nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 12), nn.Tanh()), take_the_producer_away),
+        (nn.Identity(), nn.Linear(12, 12), change("in place inside")),
+        (nn.Identity(), nn.Linear(12, 12), change("in place in a hook")),
+        (nn.Identity(), nn.ReLU(), write_in_place),
+    ]
+    for producer, branch, edit in edits:
+        model = AddsABranch(producer, branch)
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        for m in (model, optimized):
+            edit(m)
+        with torch.no_grad():
+            torch.testing.assert_close(optimized(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize("add", [operator.add, operator.iadd])
+def test_a_sum_may_be_larger_than_what_is_added(add: Any) -> None:
+    class Asks(NormAndActivation):
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            y = self.norm(x)
+            z = self.act(add(y, residual))
+            return z.to(y.dtype) * y.dim()
+
+    model, x = Asks(), torch.randn(3, 4, 5)
+    for residual in (x, x.double(), torch.randn(2, 3, 4, 5)):
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == (add is operator.iadd)
+        if add is operator.add or residual.dim() == 3:
+            torch.testing.assert_close(optimized(x, residual), model(x, residual))
+
+
 def test_a_norm_without_an_activation_is_replaced_alone() -> None:
     model = Gated()
     nn.init.normal_(model.body[4].weight)
@@ -748,12 +852,17 @@ def test_no_more_than_four_patterns() -> None:
     assert len(vars(optimized)[_PLAN].variants) == 4
 
 
-def test_a_trace_that_fails_is_remembered() -> None:
-    calls = []
+def test_a_trace_that_fails_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, trace = [], tracing.trace
+
+    def count(*args: Any) -> Any:
+        traces.append(args)
+        return trace(*args)
+
+    monkeypatch.setattr(tracing, "trace", count)
 
     class Model(Block):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            calls.append(mask)
             y = self.act(self.norm(self.linear(x)))
             if mask is not None and mask.sum() > 0:
                 y = y * mask
@@ -761,10 +870,10 @@ def test_a_trace_that_fails_is_remembered() -> None:
 
     model, x, mask = Model(), inputs(), torch.rand(12)
     optimized = fxfuse.optimize(model)
-    calls.clear()
+    traces.clear()
     for _ in range(3):
         torch.testing.assert_close(optimized(x, mask), model(x, mask))
-    assert len(calls) == 3 + 1 + 3  # one is the trace
+    assert len(traces) == 1
     assert not runs(optimized, x, mask)
     assert runs(optimized, x)
     (site,) = fxfuse.report(optimized).sites
@@ -1050,6 +1159,208 @@ def test_an_edit_after_optimize_shows_at_the_next_call(edit: Any) -> None:
     edit(model)
     edit(optimized)
     torch.testing.assert_close(optimized(x), model(x))
+
+
+# What the forwards below find outside of their modules.
+FACTOR, FACTORS, FLAG = 2.0, {"y": 2.0}, False
+SETTINGS = types.SimpleNamespace(factor=2.0)
+
+
+def scaled(y: Tensor) -> Tensor:
+    return y * FACTOR
+
+
+class Finds(Block):
+    factor = 2.0
+
+    def method(self, y: Tensor) -> Tensor:
+        return y * 2
+
+
+class FindsAGlobal(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * FACTOR
+
+
+class FindsADict(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * FACTORS["y"]
+
+
+class FindsAnObject(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * SETTINGS.factor
+
+
+class FindsAClass(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * Finds.factor
+
+
+class FindsAFunction(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return scaled(super().forward(x))
+
+
+class FindsAMethod(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.method(super().forward(x))
+
+
+class FindsAClassMethod(Finds):
+    @classmethod
+    def of_class(cls, y: Tensor) -> Tensor:
+        return y * 2
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.of_class(super().forward(x))
+
+
+class FindsADefaultDtype(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).to(torch.get_default_dtype())
+
+
+class Raises(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if FLAG:
+            raise ArithmeticError
+        return super().forward(x)
+
+
+def in_a_closure() -> tuple[nn.Module, Any]:
+    factor = 2.0
+
+    class FindsACell(Finds):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * factor
+
+    def change(*_: Any) -> None:
+        nonlocal factor
+        factor = 3.0
+
+    return FindsACell(), change
+
+
+def in_an_attribute() -> tuple[nn.Module, Any]:
+    factors = [2.0]
+
+    class FindsAnAttribute(Finds):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = lambda y: y * factors[0]
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.scaled(super().forward(x))
+
+    return FindsAnAttribute(), lambda *_: factors.append(factors.pop() + 1)
+
+
+def triple(self: Any, y: Tensor) -> Tensor:
+    return y * 3
+
+
+HERE = sys.modules[__name__]
+CHANGES: dict[str, Any] = {
+    "a global": lambda patch: (FindsAGlobal(), lambda *_: patch.setattr(HERE, "FACTOR", 3.0)),
+    "of a type": lambda patch: (FindsAGlobal(), lambda *_: patch.setattr(HERE, "FACTOR", 2)),
+    "a dict": lambda patch: (FindsADict(), lambda *_: patch.setitem(FACTORS, "y", 3.0)),
+    "an object": lambda patch: (
+        FindsAnObject(),
+        lambda *_: patch.setattr(SETTINGS, "factor", 3.0),
+    ),
+    "a class": lambda patch: (FindsAClass(), lambda *_: patch.setattr(Finds, "factor", 3.0)),
+    "a global of a function": lambda patch: (
+        FindsAFunction(),
+        lambda *_: patch.setattr(HERE, "FACTOR", 3.0),
+    ),
+    "a function": lambda patch: (
+        FindsAFunction(),
+        lambda *_: patch.setattr(HERE, "scaled", torch.exp),
+    ),
+    "a method": lambda patch: (FindsAMethod(), lambda *_: patch.setattr(Finds, "method", triple)),
+    "a method of the instance": lambda patch: (
+        FindsAMethod(),
+        lambda m: setattr(m, "method", types.MethodType(triple, m)),
+    ),
+    "a method of the class": lambda patch: (
+        FindsAClassMethod(),
+        lambda *_: patch.setattr(FindsAClassMethod, "of_class", classmethod(triple)),
+    ),
+    "the forward of a base": lambda patch: (
+        FindsAMethod(),
+        lambda *_: patch.setattr(Block, "forward", triple),
+    ),
+    "the forward": lambda patch: (Block(), lambda *_: patch.setattr(Block, "forward", triple)),
+    "a forward of torch's": lambda patch: (
+        Block(),
+        lambda *_: patch.setattr(nn.GroupNorm, "forward", triple),
+    ),
+    "the default dtype": lambda patch: (
+        FindsADefaultDtype(),
+        lambda *_: torch.set_default_dtype(torch.float64),
+    ),
+    "a flag": lambda patch: (Raises(), lambda *_: patch.setattr(HERE, "FLAG", True)),
+    "a closure": lambda patch: in_a_closure(),
+    "an attribute's closure": lambda patch: in_an_attribute(),
+}
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    """The default dtype is as it was after the test."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_forward_finds_outside_of_its_module_is_guarded(
+    change: str, monkeypatch: pytest.MonkeyPatch, default_dtype: None
+) -> None:
+    model, edit = CHANGES[change](monkeypatch)
+    optimized, x = fxfuse.optimize(model), inputs()
+    duplicate = copy.deepcopy(optimized)
+    assert fused(optimized) == fused(duplicate) == 1
+    assert runs(optimized, x)
+    assert runs(duplicate, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    torch._dynamo.reset()
+    of_each = change == "a method of the instance"
+    for m in (model, optimized, duplicate) if of_each else (model,):
+        edit(m)
+    if change == "a flag":
+        for m in (model, optimized, duplicate):
+            with pytest.raises(ArithmeticError):
+                m(x)
+        return
+    for m in (optimized, duplicate):
+        torch.testing.assert_close(m(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_other_libraries_are_not_looked_into() -> None:
+    class Warns(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            if re.match("a", "b"):
+                inspect.getouterframes(inspect.currentframe())
+            return super().forward(x)
+
+    optimized = fxfuse.optimize(Warns())
+    (variant,) = vars(optimized)[_PLAN].variants
+    owners = [g.owner for g in variant.guards.items if isinstance(g, guards.Outside)]
+    assert set(owners) <= {Warns, Block, nn.GroupNorm, nn.Hardtanh}
+
+
+def test_a_class_of_torchs_with_another_forward_is_not_taken_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nn.GroupNorm, "forward", lambda self, x: x * 3)
+    model = Block()
+    optimized = fxfuse.optimize(model)
+    assert fused(optimized) == 0
+    torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
 class Functional(nn.Module):
@@ -1559,6 +1870,49 @@ class GrowsAModule(Block):
         return self.act(self.norm(self.linear(x)))
 
 
+CALLS: list[str] = []
+COUNT = 0
+
+
+class KeepsAList(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        CALLS.append("here")
+        return super().forward(x)
+
+
+class Counts(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        global COUNT
+        COUNT += 1
+        return super().forward(x) * COUNT
+
+
+def count_calls(seen: dict[str, int] = {}) -> None:  # noqa: B006
+    seen["calls"] = seen.get("calls", 0) + 1
+
+
+class KeepsADefault(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        count_calls()
+        return super().forward(x)
+
+
+class Scale:
+    factor = 2.0
+
+    def scale(self, y: Tensor) -> Tensor:
+        return y * self.factor
+
+
+class CallsAnObject(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = Scale().scale
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.by(super().forward(x))
+
+
 class NestedCache(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -1638,6 +1992,10 @@ REFUSED = [
     (OwnGradient, "untraceable"),
     (GrowsAModule, "changes_state"),
     (NestedCache, "changes_state"),
+    (KeepsAList, "changes_state"),
+    (Counts, "changes_state"),
+    (KeepsADefault, "changes_state"),
+    (CallsAnObject, "mutable_attribute"),
     (ReplacesAParameter, "changes_state"),
     (AsksWhetherItIsATensor, "untraceable"),
     (Matches, "untraceable"),
@@ -1677,13 +2035,23 @@ def test_refused_with_its_reason_and_left_as_it_was(cls: type[Block], code: str)
         assert list(m.state_dict()) == list(before.state_dict())
         assert not getattr(m, "cache", ())
         assert getattr(m, "caches", {"deep": ([], {})}) == {"deep": ([], {})}
+    assert (COUNT, CALLS) == (0, [])
     torch.manual_seed(4)
     random.seed(4)
     expected = model(inputs())
     torch.manual_seed(4)
     random.seed(4)
+    _forget_calls()
     if cls is not NumpyRandom:
         torch.testing.assert_close(optimized(inputs()), expected)
+    assert COUNT + len(CALLS) == (cls in (Counts, KeepsAList))
+    _forget_calls()
+
+
+def _forget_calls() -> None:
+    global COUNT
+    COUNT = 0
+    CALLS.clear()
 
 
 @pytest.mark.parametrize("cls", [NoGrad, Decorated, EnableGrad])
@@ -2174,6 +2542,63 @@ def test_torch_compile_keeps_the_fusion_and_its_guards() -> None:
         m[0][2].max_val = 0.1
     torch.testing.assert_close(compiled(inputs()), model(inputs()))
     assert graphs[1].code.count("torch.ops.fxfuse.group_norm_activation") == 1
+
+
+class Knows(Tensor):
+    """Has a rule of its own for some of torch's functions, and knows none that is not torch's."""
+
+    FACTORS: ClassVar[Any] = {F.group_norm: 2, F.hardtanh: 3, F.linear: 5, Tensor.add: 7}
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in ops.FUNCTIONS:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            factor = cls.FACTORS.get(func, 1)
+            return (result * factor).as_subclass(cls) if isinstance(result, Tensor) else result
+
+
+class Adds(Block):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.act(self.norm(self.linear(x)) + residual)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tensor_with_functions_of_its_own_sees_the_models(hopper: None, grad: bool) -> None:
+    own, x = inputs().as_subclass(Knows), inputs()
+    calls: list[tuple[type[Block], tuple[Tensor, ...]]] = [
+        (Block, (own,)),
+        (Adds, (own, x)),
+        (Adds, (x, own)),
+    ]
+    for cls, args in calls:
+        model = cls()
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        with torch.set_grad_enabled(grad):
+            expected, got = model(*args), optimized(*args)
+        assert type(got) is type(expected) is Knows
+        torch.testing.assert_close(got.as_subclass(Tensor), expected.as_subclass(Tensor))
+
+
+class Named(Tensor):
+    """A subclass without a rule of its own."""
+
+
+def test_a_subclass_of_tensor_compiles(hopper: None) -> None:
+    torch._dynamo.reset()
+    x = inputs().as_subclass(Named)
+    model: nn.Module
+    for model, args in ((Block(), (x,)), (Adds(), (x, x))):
+        optimized = fxfuse.optimize(model)
+        assert fused(optimized) == 1
+        got = torch.compile(optimized, backend="eager", fullgraph=True)(*args)
+        assert type(got) is Named
+        torch.testing.assert_close(got.as_subclass(Tensor), model(*args).as_subclass(Tensor))
+    torch._dynamo.reset()
 
 
 def test_functional_call_and_vmap_over_parameters() -> None:

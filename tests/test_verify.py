@@ -414,6 +414,24 @@ def test_exclude_and_only(arguments: dict[str, Any], left: set[str]) -> None:
     assert sum(type(m) is nn.Sequential for m in optimized.modules()) == len(left) + 1
 
 
+def test_an_excluded_norm_is_reported_once() -> None:
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Linear(12, 12), nn.GroupNorm(4, 12), nn.ReLU(), nn.GroupNorm(4, 12)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.body(x) + x)
+
+    report = fxfuse.report(fxfuse.optimize(Shortcut(), exclude=["body.3"]))
+    assert [(s.module, s.code) for s in report.sites] == [
+        ("body.1", "fused"),
+        ("body.3", "excluded"),
+    ]
+
+
 def test_what_is_left_out_is_not_even_traced() -> None:
     class Loud(Two):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
