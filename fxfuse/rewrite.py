@@ -395,6 +395,7 @@ class _Context:
     Attributes:
         root: The module that the graph addresses.
         order: The place of each node.
+        known_writes: What `written` has found.
         unread: The nodes without effect whose results no one reads, or only others of these.
         switches: The places of the nodes that change a mode, in order.
         taken: The nodes of the chains that will be replaced: a sum of two norms is part of one.
@@ -408,13 +409,20 @@ class _Context:
             if _has_no_effect(node) and self.unread.issuperset(node.users):
                 self.unread.add(node)
         self.nodes: list[fx.Node] = list(self.order)
+        self.known_writes: dict[fx.Node, set[fx.Node]] = {}
         self.switches = [index for node, index in self.order.items() if _switches_mode(node)]
         self.taken: set[fx.Node] = set()
+
+    def written(self, node: fx.Node) -> set[fx.Node]:
+        """As the function, which takes its time."""
+        if node not in self.known_writes:
+            self.known_writes[node] = written(node, self.root)
+        return self.known_writes[node]
 
     @functools.cached_property
     def writers(self) -> list[int]:
         """The places of the nodes that write to a value in place, in order."""
-        return [index for node, index in self.order.items() if written(node, self.root)]
+        return [index for node, index in self.order.items() if self.written(node)]
 
     @functools.cached_property
     def unknown(self) -> list[int]:
@@ -534,9 +542,11 @@ class _Chain:
             [n for n in self.context.between(places, self.nodes[0], place) if n not in self.nodes]
             for places in (self.context.writers, self.context.unknown, self.context.modules)
         )
+        if not (writers or unknown or modules):
+            return None
         feeding = self.parts[0].input
         if feeding is not None and self._is_private(feeding, place):
-            self.trusted = [feeding] if unknown or modules else []
+            self.trusted = [feeding]
         else:
             writers = writers or unknown
             self.trusted = modules
@@ -546,9 +556,9 @@ class _Chain:
 
     def _is_private(self, value: fx.Node, place: fx.Node) -> bool:
         """Whether the chain alone has a hold of what feeds it until it comes to a place."""
-        readers = (reader for reader in self._others(value) if not self.fusion.measures(reader))
         return self.fusion.fresh(value, self.context.root) and not any(
-            self._before(reader, place) for reader in readers
+            self._before(reader, place) and not self.fusion.measures(reader)
+            for reader in self._others(value)
         )
 
     def _may_stay(self, reader: fx.Node, value: fx.Node, tail: fx.Node) -> bool:
@@ -618,7 +628,7 @@ class _Chain:
         (reader,) = readers
         if reader.op == "output":
             return Reason.GRAPH_OUTPUT.because(value=value.name)
-        if value in written(reader, self.context.root):
+        if value in self.context.written(reader):
             return Reason.WRITTEN_IN_PLACE.because(writer=reader.name, value=value.name)
         return Reason.NO_ACTIVATION.because(value=value.name, reader=reader.name)
 
@@ -645,7 +655,7 @@ class _Chain:
         for node in self.context.nodes[first + 1 : min(last, first + _FAR) + 1]:
             if node in self.nodes or made.isdisjoint(node.all_input_nodes):
                 continue
-            if not made.isdisjoint(written(node, self.context.root)):
+            if not made.isdisjoint(self.context.written(node)):
                 return node
             made.add(node)
         return None

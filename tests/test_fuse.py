@@ -550,6 +550,11 @@ def test_graphs_inside_the_graph() -> None:
 # ---- time -----------------------------------------------------------------------------------
 
 
+def someones(x: Tensor) -> Tensor:
+    """A function that might write to what it is given."""
+    return x * 2
+
+
 def large(kind: str, number: int) -> fx.GraphModule:
     """A graph of about as many nodes."""
     graph = fx.Graph()
@@ -562,6 +567,10 @@ def large(kind: str, number: int) -> fx.GraphModule:
         elif kind == "in place":
             x = graph.call_function(F.relu, (y,), {"inplace": True})
             x = graph.call_function(operator.add, (x, first))
+        elif kind == "summed":
+            y = graph.call_function(F.group_norm, (first, 2))
+            other = graph.call_function(someones, (x,))
+            x = graph.call_function(F.relu, (graph.call_function(operator.add, (y, other)),))
         elif kind == "viewed":
             x = graph.call_method("view", (graph.call_function(F.relu, (y,)), -1))
         else:
@@ -593,7 +602,7 @@ def test_what_has_no_graph_of_its_own_is_named(kind: str) -> None:
         fuse(model)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["refused", "in place", "viewed", "far", "read far off"])
+@pytest.mark.parametrize("kind", ["refused", "in place", "summed", "viewed", "far", "read far off"])
 def test_time_grows_linearly(kind: str) -> None:
     def seconds(number: int) -> float:
         graph_module = large(kind, number)
@@ -601,10 +610,10 @@ def test_time_grows_linearly(kind: str) -> None:
         fuse(graph_module)
         return time.process_time() - start
 
-    # A fifth of a second on two cores of an AMD EPYC; four times the time for four times the nodes.
+    # Up to 0.7 s on two cores of an AMD EPYC; four times the time for four times the nodes.
     small = min(seconds(2_500) for _ in range(3))
     big = min(seconds(10_000) for _ in range(2))
-    assert big < 3
+    assert big < 2
     assert big < 12 * small
 
 
