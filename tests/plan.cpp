@@ -31,9 +31,18 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
   };
   switch (plan.way) {
     case Way::kRows:
-      MUST(size % plan.row_vector == 0 && size / plan.row_vector <= 32 * kMostRowVectors);
-      MUST(accesses(plan.row_vector));
+      MUST(size % width == 0 && size / width <= 32 * kMostRowVectors);
+      MUST(accesses(width));
       break;
+    case Way::kSpans: {
+      // Every lane of a team has a run inside the group, and together they have all of it.
+      const SpanChoice choice = SpanChoice::of(p);
+      MUST(choice.run % 2 == 1 && choice.run >= 1 && choice.run <= size);
+      MUST(choice.run <= SpanChoice::longest(p.dtype));
+      MUST(choice.log2_lanes >= 0 && choice.log2_lanes <= 5);
+      MUST(int64_t(choice.run) << choice.log2_lanes >= size);
+      break;
+    }
     case Way::kGroups: {
       const Groups& g = plan.groups;
       MUST(is_cluster(1 << g.log2_cluster, gpu.clusters ? kMostCluster : 1));

@@ -15,6 +15,7 @@
 #include "groups.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
+#include "spans.cuh"
 
 namespace fxfuse::cuda {
 
@@ -125,11 +126,9 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
   cudaError_t error = cudaErrorCooperativeLaunchTooLarge;
   switch (plan.way) {
     case Way::kRows:
-      if (plan.row_vector == V) return launch_rows<T, O, kResidual, V>(p, plan.gpu, stream);
-      if constexpr (sizeof(T) == 2) {
-        if (plan.row_vector == 2) return launch_rows<T, O, kResidual, 2>(p, plan.gpu, stream);
-      }
-      return launch_rows<T, O, kResidual, 1>(p, plan.gpu, stream);
+      return launch_rows<T, O, kResidual>(p, plan.gpu, stream);
+    case Way::kSpans:
+      return launch_spans<T, O, kResidual>(p, SpanChoice::of(p), plan.gpu, stream);
     case Way::kGroups:
       return launch_groups<T, O, kResidual>(p, plan, stream);
     case Way::kRing:

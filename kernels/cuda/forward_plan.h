@@ -80,6 +80,41 @@ namespace fxfuse::cuda {
 
 constexpr int kMostRowVectors = 4;  // of a lane of normalize_rows
 
+// How normalize_spans divides a group among lanes.
+struct SpanChoice {
+  int log2_lanes, run;  // of a team; elements of each lane, odd
+
+  static constexpr int kRuns[] = {1, 3, 5, 9, 11, 15, 23, 31};  // of which there are kernels
+
+  // The longest one for that type; what is longer has no registers.
+  static int longest(Dtype dtype) { return dtype == kDouble ? 9 : dtype == kFloat ? 15 : 31; }
+
+  // The one that leaves the fewest elements to two lanes.  Lanes with longer runs need fewer
+  // shuffles; shorter runs make more lanes for a small problem, and beyond 15 there are fewer warps.
+  static SpanChoice of(const Forward& p) {
+    const int64_t size = group_size(p), elements = p.batch * p.num_groups * size;
+    SpanChoice best = {0, 0};
+    double least = 0;
+    for (const int run : kRuns) {
+      if (run > size || run > longest(p.dtype)) break;
+      int log2_lanes = 0;
+      while (int64_t(run) << log2_lanes < size) ++log2_lanes;
+      if (log2_lanes > 5) continue;
+#ifdef FXO_SWEEP
+      if (const char* k = getenv("FXO_K")) if (atoi(k) != run && size >= atoi(k) && int64_t(atoi(k)) * 32 >= size) continue;
+#endif
+      const bool busy = elements >= int64_t(run) * (1 << 16);
+      const double shared = double(int64_t(run) << log2_lanes) / size;
+      const double cost = (shared * 16 + 2 * log2_lanes * 3. / run + 30. / run) * (run > 15 ? 1.5 : 1) * (busy || run < 5 ? 1 : 4);
+      if (best.run == 0 || cost < least) {
+        best = {log2_lanes, run};
+        least = cost;
+      }
+    }
+    return best;
+  }
+};
+
 constexpr int kMostGroupThreads = 512;
 constexpr int kMostCluster = 8;       // blocks: what every chip with clusters has
 constexpr int kStagedChannels = 256;  // whose weight and bias go to shared memory
@@ -316,13 +351,12 @@ inline bool choose_tiling(const Forward& p, const Gpu& gpu, Tiling& t) {
 
 // How a problem is solved: what workspace_bytes and forward must agree on.
 struct ForwardPlan {
-  enum class Way { kRows, kGroups, kRing, kChunks, kTile, kGridTiles, kRowChunks };
+  enum class Way { kRows, kSpans, kGroups, kRing, kChunks, kTile, kGridTiles, kRowChunks };
 
   const Gpu& gpu;
   Way way;
   bool vectors;          // of 16 bytes make up every group, or row of channels
   bool vector_chunks;    // whether kChunks can use them, for then not all have to
-  int row_vector;        // elements of a vector, of kRows: 16 bytes, 4 or one element
   Groups groups;         // of kGroups
   Ring ring;             // of kRing
   ChunkPlan chunk_plan;  // of kChunks, and of kRing, whose launch may be refused
@@ -355,17 +389,18 @@ struct ForwardPlan {
       return;
     }
     const bool few = p.num_groups < int64_t(1) << 30;  // what rows.cuh counts in 31 bits
-    row_vector = vectors ? width : element_size(p.dtype) == 2 && have_vectors(2) ? 2 : 1;
     vector_chunks = aligned(p.input, p.output, p.residual);
     chunk_plan = ChunkPlan::of(p, vector_chunks ? width : 1);
-    way = few && size / row_vector <= 32 * kMostRowVectors ? Way::kRows
-          : choose_groups(p)                               ? Way::kGroups
-          : choose_ring(p)                                 ? Way::kRing
-                                                           : Way::kChunks;
+    way = few && vectors && size / width <= 32 * kMostRowVectors   ? Way::kRows
+          : few && !vectors && size <= 32 * SpanChoice::longest(p.dtype) ? Way::kSpans
+          : choose_groups(p)                                       ? Way::kGroups
+          : choose_ring(p)                                         ? Way::kRing
+                                                                   : Way::kChunks;
   }
 
   size_t workspace_bytes(const Forward& p) const {
-    if (way == Way::kRows || way == Way::kGroups || way == Way::kTile) return 0;
+    if (way == Way::kRows || way == Way::kSpans || way == Way::kGroups || way == Way::kTile)
+      return 0;
     const size_t slots = way == Way::kRing        ? int64_t(ring.team) * kSlotBytes
                          : way == Way::kGridTiles ? 2 * sizeof(float) * tiling.members
                                                   : 0;
@@ -388,7 +423,9 @@ struct ForwardPlan {
   const char* name() const {
     switch (way) {
       case Way::kRows:
-        return row_vector == 1 ? "rows of elements" : "rows";
+        return "rows";
+      case Way::kSpans:
+        return "spans";
       case Way::kGroups:
         return groups.log2_cluster > 0 ? "groups of a cluster" : "groups of a block";
       case Way::kRing:
