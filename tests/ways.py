@@ -14,6 +14,7 @@ FORWARD: dict[str, tuple[tuple[int, ...], int]] = {
     "lanes, some idle": ((41, 96), 4),
     "a warp, two vectors in each lane": ((7, 1024), 4),
     "a warp, four vectors in each lane": ((7, 1024), 2),
+    "a warp, four vectors of a 16-bit type in each lane": ((7, 2048), 2),
     "a warp, up to four vectors in each lane": ((7, 800), 2),
     "many rounds for each team": ((5001, 256), 2),
     "spans, an element in each lane": ((65, 6), 3),
