@@ -31,56 +31,6 @@
 
 namespace fxfuse::cuda {
 
-// V neighbouring elements, `skipped` bytes behind a multiple of 16: whole 16 bytes, one more than V
-// elements take, shifted.  What is read beside the elements lies in the 16 bytes of one of them.
-template <class T, int V>
-FXFUSE_INLINE Loaded<T, V> load_across(const T* from, int skipped) {
-  constexpr int W = V * sizeof(T) / 4;  // words
-  const auto* const base =
-      reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(from) - skipped);
-  uint32_t words[W + 4];
-#pragma unroll
-  for (int i = 0; i <= W / 4; ++i) {
-    const uint4 four = base[i == W / 4 && skipped == 0 ? i - 1 : i];
-    memcpy(words + 4 * i, &four, 16);
-  }
-#pragma unroll
-  for (int i = 0; i < W + 2; ++i) words[i] = (skipped & 8) != 0 ? words[i + 2] : words[i];
-  if constexpr (sizeof(T) <= 4) {
-#pragma unroll
-    for (int i = 0; i < W + 1; ++i) words[i] = (skipped & 4) != 0 ? words[i + 1] : words[i];
-  }
-  if constexpr (sizeof(T) == 2) {
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-      words[i] = __funnelshift_r(words[i], words[i + 1], 8 * (skipped & 2));
-    }
-  }
-  Loaded<T, V> result;
-  memcpy(&result, words, sizeof(result));
-  return result;
-}
-
-// Weight or bias of the V channels from one on that may lie anywhere.
-template <class T, int V, class A>
-FXFUSE_INLINE void load_channels_across(const void* values, bool wide, int64_t channel, A otherwise,
-                                        A (&result)[V]) {
-  const auto load = [&](const auto* from) {
-    const auto vector = load_across<std::remove_cv_t<std::remove_pointer_t<decltype(from)>>, V>(
-        from, static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16));
-#pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = vector.at(j);
-  };
-  if (values == nullptr) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = otherwise;
-  } else if (wide) {
-    load(static_cast<const A*>(values) + channel);
-  } else {
-    load(static_cast<const T*>(values) + channel);
-  }
-}
-
 template <class T, class O, bool kResidual>
 __global__ __launch_bounds__(kMostGroupThreads,
                              sizeof(T) == 8 ? 1 : 2) void normalize_groups(const Forward problem,
