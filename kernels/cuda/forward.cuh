@@ -2,13 +2,13 @@
 // table of sizes, thresholds and measurements.
 //
 // Idea, statistics, work split, limits and fallback are in the file of each way: rows.cuh,
-// groups.cuh, ring.cuh and chunks.cuh for contiguous groups, channels_last.cuh for the other
-// layout.
+// spans.cuh, groups.cuh, ring.cuh and chunks.cuh for contiguous groups, channels_last.cuh for the
+// other layout.
 //
 // A residual is added to the normalised values in the accumulate type.  It does not depend on the
 // statistics, but there are no registers in which it could wait for them: so it is asked for as far
-// as the L2 cache (groups, the ring, tiles) or shared memory (rows) meanwhile.  What reads twice
-// loads it with the second reading.
+// as the L2 cache (groups, the ring, tiles) or shared memory (rows, spans) meanwhile.  What reads
+// twice loads it with the second reading.
 #pragma once
 #include "channels_last.cuh"
 #include "chunks.cuh"
@@ -128,7 +128,7 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
     case Way::kRows:
       return launch_rows<T, O, kResidual>(p, plan.gpu, stream);
     case Way::kSpans:
-      return launch_spans<T, O, kResidual>(p, SpanChoice::of(p), plan.gpu, stream);
+      return launch_spans<T, O, kResidual>(p, plan.spans, plan.gpu, stream);
     case Way::kGroups:
       return launch_groups<T, O, kResidual>(p, plan, stream);
     case Way::kRing:
