@@ -1,5 +1,8 @@
 // The plans of the CUDA kernels (kernels/cuda/forward_plan.h, backward_plan.h, linear_plan.h) for test_plan.py,
 // which compiles this file: their names, and what every plan must keep for its kernel to be right.
+#include <algorithm>
+#include <iterator>
+
 #include "cuda/backward_plan.h"
 #include "cuda/forward_plan.h"
 #include "cuda/linear_plan.h"
@@ -31,9 +34,18 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
   };
   switch (plan.way) {
     case Way::kRows:
-      MUST(size % plan.row_vector == 0 && size / plan.row_vector <= 32 * kMostRowVectors);
-      MUST(accesses(plan.row_vector));
+      MUST(size % width == 0 && size / width <= 32 * kMostRowVectors);
+      MUST(accesses(width));
       break;
+    case Way::kSpans: {
+      // Every lane of a team has a run inside the group, and together they have all of it.
+      const Spans& spans = plan.spans;
+      MUST(std::count(std::begin(Spans::kRuns), std::end(Spans::kRuns), spans.run) == 1);
+      MUST(spans.run <= size && spans.run <= Spans::longest(p.dtype));
+      MUST(spans.log2_lanes >= 0 && spans.log2_lanes <= 5);
+      MUST(int64_t(spans.run) << spans.log2_lanes >= size);
+      break;
+    }
     case Way::kGroups: {
       const Groups& g = plan.groups;
       MUST(is_cluster(1 << g.log2_cluster, gpu.clusters ? kMostCluster : 1));

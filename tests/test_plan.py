@@ -18,7 +18,7 @@ from ways import BACKWARD, CHANNELS_LAST, CHANNELS_LAST_LARGE, FORWARD
 
 FORWARD_NAMES = {
     "rows",
-    "rows of elements",
+    "spans",
     "groups of a block",
     "groups of a cluster",
     "ring",
@@ -233,7 +233,7 @@ def test_a_residual_changes_the_way_only_where_its_address_forbids_vectors(
         if way != plain:
             changed.add((plain, way))
     assert changed == {
-        ("rows", "rows of elements"),
+        ("rows", "spans"),
         ("rows", "groups of a block"),
         ("ring", "groups of a cluster"),
         ("chunks", "chunks of elements"),

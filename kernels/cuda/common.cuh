@@ -199,6 +199,56 @@ FXFUSE_INLINE void load_affine(const Problem& problem, int64_t channel, I i, A (
   }
 }
 
+// V neighbouring elements at any address, read as whole 16 bytes, one more than they take, and
+// shifted.  What is read beside them lies in the 16 bytes of one of them.
+template <class T, int V>
+FXFUSE_INLINE Loaded<T, V> load_across(const T* from) {
+  constexpr int W = V * sizeof(T) / 4;  // words
+  static_assert(W % 4 == 0, "whole 16 bytes");
+  const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
+  const auto* const base =
+      reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(from) - skipped);
+  uint32_t words[W + 4];
+#pragma unroll
+  for (int i = 0; i <= W / 4; ++i) {
+    const uint4 four = base[i == W / 4 && skipped == 0 ? i - 1 : i];
+    memcpy(words + 4 * i, &four, 16);
+  }
+#pragma unroll
+  for (int i = 0; i < W + 2; ++i) words[i] = (skipped & 8) != 0 ? words[i + 2] : words[i];
+  if constexpr (sizeof(T) <= 4) {
+#pragma unroll
+    for (int i = 0; i < W + 1; ++i) words[i] = (skipped & 4) != 0 ? words[i + 1] : words[i];
+  }
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      words[i] = __funnelshift_r(words[i], words[i + 1], 8 * (skipped & 2));
+    }
+  }
+  Loaded<T, V> result;
+  memcpy(&result, words, sizeof(result));
+  return result;
+}
+
+// Weight or bias of the V channels from any one on.
+template <class T, int V, class A>
+FXFUSE_INLINE void load_channels_across(const void* values, bool wide, int64_t channel, A otherwise,
+                                        A (&result)[V]) {
+  const auto keep = [&](const auto& vector) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) result[j] = vector.at(j);
+  };
+  if (values == nullptr) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) result[j] = otherwise;
+  } else if (wide) {
+    keep(load_across<A, V>(static_cast<const A*>(values) + channel));
+  } else {
+    keep(load_across<T, V>(static_cast<const T*>(values) + channel));
+  }
+}
+
 FXFUSE_INLINE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 FXFUSE_INLINE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 

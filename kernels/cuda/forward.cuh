@@ -2,19 +2,20 @@
 // table of sizes, thresholds and measurements.
 //
 // Idea, statistics, work split, limits and fallback are in the file of each way: rows.cuh,
-// groups.cuh, ring.cuh and chunks.cuh for contiguous groups, channels_last.cuh for the other
-// layout.
+// spans.cuh, groups.cuh, ring.cuh and chunks.cuh for contiguous groups, channels_last.cuh for the
+// other layout.
 //
 // A residual is added to the normalised values in the accumulate type.  It does not depend on the
 // statistics, but there are no registers in which it could wait for them: so it is asked for as far
-// as the L2 cache (groups, the ring, tiles) or shared memory (rows) meanwhile.  What reads twice
-// loads it with the second reading.
+// as the L2 cache (groups, the ring, tiles) or shared memory (rows, spans) meanwhile.  What reads
+// twice loads it with the second reading.
 #pragma once
 #include "channels_last.cuh"
 #include "chunks.cuh"
 #include "groups.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
+#include "spans.cuh"
 
 namespace fxfuse::cuda {
 
@@ -125,11 +126,9 @@ cudaError_t forward_typed(const Forward& p, const ForwardPlan& plan, void* works
   cudaError_t error = cudaErrorCooperativeLaunchTooLarge;
   switch (plan.way) {
     case Way::kRows:
-      if (plan.row_vector == V) return launch_rows<T, O, kResidual, V>(p, plan.gpu, stream);
-      if constexpr (sizeof(T) == 2) {
-        if (plan.row_vector == 2) return launch_rows<T, O, kResidual, 2>(p, plan.gpu, stream);
-      }
-      return launch_rows<T, O, kResidual, 1>(p, plan.gpu, stream);
+      return launch_rows<T, O, kResidual>(p, plan.gpu, stream);
+    case Way::kSpans:
+      return launch_spans<T, O, kResidual>(p, plan.spans, plan.gpu, stream);
     case Way::kGroups:
       return launch_groups<T, O, kResidual>(p, plan, stream);
     case Way::kRing:

@@ -6,6 +6,7 @@
 //
 //   way          a group, or a tile   held in                          statistics exchanged by
 //   rows         up to 2 KB           registers of up to 32 lanes      shuffles
+//   spans        the same, odd ones   registers of up to 32 lanes      shuffles
 //   groups       up to 56 KB          shared memory of a block         a barrier
 //                up to 590 KB         that of a cluster of 2 to 8      distributed shared memory
 //   ring         up to 29 MB          that of all blocks together      slots in device memory
@@ -68,7 +69,12 @@
 //
 // No tiles in double: (64, 256, 28, 28) takes 108 in them, 105 in three launches.
 //
-// What normalize_rows does with a group of (N, C) rows is in rows.cuh.
+// Spans are for small groups that are not whole vectors of 16 bytes, or not aligned: up to 480
+// elements in float32, 992 in 16 bits, 288 in double.  With longer runs of a lane there are no
+// registers for values, weight and bias.
+//
+// What normalize_rows and normalize_spans do with a group of (N, C) rows is in rows.cuh and
+// spans.cuh.
 #pragma once
 #include <numeric>
 
@@ -79,6 +85,41 @@ namespace fxfuse::cuda {
 // ---- contiguous groups --------------------------------------------------------------------------
 
 constexpr int kMostRowVectors = 4;  // of a lane of normalize_rows
+
+// How normalize_spans divides a group: each of the lanes of a team has a run of `run` elements.
+struct Spans {
+  int log2_lanes, run;
+
+  static constexpr int kRuns[] = {1, 3, 5, 9, 11, 15, 23, 31};  // of which there are kernels
+
+  // The longest that has registers.
+  static constexpr int longest(Dtype dtype) {
+    return dtype == kDouble ? 9 : dtype == kFloat ? 15 : 31;
+  }
+
+  // For groups of up to 32 of the longest runs.
+  static Spans of(const Forward& p, const Gpu& gpu) {
+    const int64_t size = group_size(p), groups = p.batch * p.num_groups;
+    Spans best = {0, 1};
+    int64_t least = 0;
+    for (const int run : kRuns) {
+      if (run > size || run > longest(p.dtype)) break;
+      int log2_lanes = 0;
+      while (int64_t(run) << log2_lanes < size) ++log2_lanes;
+      if (log2_lanes > 5) continue;
+      // What a lane does beside its run costs as much as 8 elements of it.
+      const int64_t cost = int64_t(run + 8) << log2_lanes;
+      const bool fills = groups << log2_lanes >= int64_t(gpu.multiprocessors) * 256;
+      if (least == 0 || (cost < least && fills && run <= kMostWarpsRun)) {
+        best = {log2_lanes, run};
+        least = cost;
+      }
+    }
+    return best;
+  }
+
+  static constexpr int kMostWarpsRun = 15;  // longer ones leave room for half the warps
+};
 
 constexpr int kMostGroupThreads = 512;
 constexpr int kMostCluster = 8;       // blocks: what every chip with clusters has
@@ -316,13 +357,13 @@ inline bool choose_tiling(const Forward& p, const Gpu& gpu, Tiling& t) {
 
 // How a problem is solved: what workspace_bytes and forward must agree on.
 struct ForwardPlan {
-  enum class Way { kRows, kGroups, kRing, kChunks, kTile, kGridTiles, kRowChunks };
+  enum class Way { kRows, kSpans, kGroups, kRing, kChunks, kTile, kGridTiles, kRowChunks };
 
   const Gpu& gpu;
   Way way;
   bool vectors;          // of 16 bytes make up every group, or row of channels
   bool vector_chunks;    // whether kChunks can use them, for then not all have to
-  int row_vector;        // elements of a vector, of kRows: 16 bytes, 4 or one element
+  Spans spans;           // of kSpans
   Groups groups;         // of kGroups
   Ring ring;             // of kRing
   ChunkPlan chunk_plan;  // of kChunks, and of kRing, whose launch may be refused
@@ -355,17 +396,19 @@ struct ForwardPlan {
       return;
     }
     const bool few = p.num_groups < int64_t(1) << 30;  // what rows.cuh counts in 31 bits
-    row_vector = vectors ? width : element_size(p.dtype) == 2 && have_vectors(2) ? 2 : 1;
     vector_chunks = aligned(p.input, p.output, p.residual);
     chunk_plan = ChunkPlan::of(p, vector_chunks ? width : 1);
-    way = few && size / row_vector <= 32 * kMostRowVectors ? Way::kRows
-          : choose_groups(p)                               ? Way::kGroups
-          : choose_ring(p)                                 ? Way::kRing
-                                                           : Way::kChunks;
+    way = few && vectors && size / width <= 32 * kMostRowVectors    ? Way::kRows
+          : few && !vectors && size <= 32 * Spans::longest(p.dtype) ? Way::kSpans
+          : choose_groups(p)                                        ? Way::kGroups
+          : choose_ring(p)                                          ? Way::kRing
+                                                                    : Way::kChunks;
+    if (way == Way::kSpans) spans = Spans::of(p, gpu);
   }
 
   size_t workspace_bytes(const Forward& p) const {
-    if (way == Way::kRows || way == Way::kGroups || way == Way::kTile) return 0;
+    if (way == Way::kRows || way == Way::kSpans || way == Way::kGroups || way == Way::kTile)
+      return 0;
     const size_t slots = way == Way::kRing        ? int64_t(ring.team) * kSlotBytes
                          : way == Way::kGridTiles ? 2 * sizeof(float) * tiling.members
                                                   : 0;
@@ -388,7 +431,9 @@ struct ForwardPlan {
   const char* name() const {
     switch (way) {
       case Way::kRows:
-        return row_vector == 1 ? "rows of elements" : "rows";
+        return "rows";
+      case Way::kSpans:
+        return "spans";
       case Way::kGroups:
         return groups.log2_cluster > 0 ? "groups of a cluster" : "groups of a block";
       case Way::kRing:

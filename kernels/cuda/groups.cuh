@@ -213,6 +213,14 @@ __global__ __launch_bounds__(kMostGroupThreads,
       for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
       finish(i, scale, shift);
     }
+  } else if (problem.spatial == 1) {
+    for (int i = thread; i < mine; i += threads) {
+      load_channels_across<T>(problem.weight, wide, channel + start + i * V, A(1), scale);
+      load_channels_across<T>(problem.bias, wide, channel + start + i * V, A(0), shift);
+#pragma unroll
+      for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
+      finish(i, scale, shift);
+    }
   } else if (problem.spatial >= V) {  // a vector is of one or of two channels
     const auto spatial = static_cast<int>(problem.spatial);
     for (int i = thread; i < mine; i += threads) {

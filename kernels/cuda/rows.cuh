@@ -1,4 +1,5 @@
-// GroupNorm + activation, forward, for groups of up to 2 KB: all of (N, C) rows behind a Linear.
+// GroupNorm + activation, forward, for groups of up to 2 KB: all of (N, C) rows behind a Linear.  A
+// group is whole vectors of 16 bytes.
 //
 // Idea.  A team of up to 32 lanes holds a group in registers and needs only shuffles.  It stays
 // with one group of channels and walks down the batch: weight and bias are loaded once, where
@@ -17,15 +18,13 @@
 //
 // Limits.  4 vectors of 16 bytes in each lane.
 //
-// Fallback.  Where the size or the address of the groups forbids them, vectors of 4 bytes (two
-// 16-bit values) or one element, 4 in each lane.
+// Fallback.  Where the size or the address of the groups forbids vectors, spans.cuh.
 //
 // Measured.  Graphs of launches over rotating buffers, us, behind a copy kernel's time for the same
 // tensor (H200, 2026-11-30).  (1024, 8192) in 16 groups with hardtanh: 19.1 behind 18.4 in float32
 // (silu 21.5), 11.4 behind 9.7 in bfloat16 (silu 12.7, gelu 16.4); (16384, 512) in 8 groups: 18.9
 // behind 18.4 and 11.8 behind 9.7; (65536, 4096) in 8 groups in bfloat16: 259 behind 265; (32, 512)
-// in 8 groups in float32: 1.7 behind 1.0.  Odd groups, (4096, 1000) in 8 groups in bfloat16 with
-// silu: 15.6 behind 5.2.
+// in 8 groups in float32: 1.7 behind 1.0.
 #pragma once
 #include "normalize.cuh"
 
@@ -34,11 +33,10 @@ namespace fxfuse::cuda {
 constexpr int kForwardRowThreads = 128;
 
 // Samples that a lane works on at once, with K vectors in each.
-template <class T, int V, int K>
-constexpr int kRowsAtOnce = V * sizeof(T) < 16 ? (K == 1 ? 4 : 2)
-                            : sizeof(T) > 2    ? 4 / K
-                            : K == 1           ? 2
-                                               : 1;
+template <class T, int K>
+constexpr int kRowsAtOnce = sizeof(T) > 2 ? 4 / K
+                            : K == 1      ? 2
+                                          : 1;
 
 // How many times that many are on their way.  With more, the reads of the first warps go before
 // those of the last ones, which start late: in bfloat16, (16384, 512) in 8 groups takes 10.5 us
@@ -48,11 +46,11 @@ constexpr int kRowStages = sizeof(T) == 2 ? 2 : 3;
 
 // Blocks that share a multiprocessor: as many as have enough registers for the values, weight and
 // bias, and with a residual enough shared memory.  Each more would spill.
-template <class T, int V, int K, bool kResidual>
-constexpr int kRowOccupancy = V * K > 16 && kResidual                    ? 3
-                              : V * K > 16 || sizeof(T) > 4 || kResidual ? 4
-                              : V * K == 16 || sizeof(T) == 4            ? 6
-                                                                         : 7;
+template <class T, int K, bool kResidual>
+constexpr int kRowOccupancy = K == 4 && sizeof(T) == 2 && kResidual                      ? 3
+                              : (K == 4 && sizeof(T) == 2) || sizeof(T) > 4 || kResidual ? 4
+                              : (K == 2 && sizeof(T) == 2) || sizeof(T) == 4             ? 6
+                                                                                         : 7;
 
 // Less where the compiler needs more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -84,12 +82,12 @@ struct TeamPlan {
 };
 
 // kWhole: the lanes' vectors make up the group, none is left over.
-template <class T, class O, int V, int K, bool kWhole, bool kResidual>
+template <class T, class O, int K, bool kWhole, bool kResidual>
 __global__ __launch_bounds__(kForwardRowThreads,
-                             kRowOccupancy<T, V, K, kResidual> -
+                             kRowOccupancy<T, K, kResidual> -
                                  kRowOccupancyLost) void normalize_rows(const Forward problem,
                                                                         const TeamPlan teams) {
-  constexpr int R = kRowsAtOnce<T, V, K>;
+  constexpr int V = 16 / sizeof(T), R = kRowsAtOnce<T, K>;
   constexpr bool kPivot = sizeof(T) > 2, kCorrection = sizeof(O) > 2;
   constexpr bool kWarp = kWhole && K > 1;  // more than one vector in each of 32 lanes
   using A = Accumulate<T>;
@@ -119,19 +117,16 @@ __global__ __launch_bounds__(kForwardRowThreads,
       }
     }
   };
-  // Each thread reads back only what it copied itself, so that no barrier is needed.  There is no
-  // copy of two bytes.
-  constexpr bool kCopies = V * sizeof(T) >= 4;
-  __shared__ Loaded<T, V> stages[kCopies ? kRowStages<T> : 1][R * K][kForwardRowThreads];
+  // Each thread reads back only what it copied itself, so that no barrier is needed.
+  __shared__ Loaded<T, V> stages[kRowStages<T>][R * K][kForwardRowThreads];
   // Of the residual, which takes the same way.
-  [[maybe_unused]] __shared__ Loaded<O, V> added_stages[kCopies && kResidual ? kRowStages<T> : 1]
-                                                       [kCopies && kResidual ? R * K : 1]
-                                                       [kForwardRowThreads];
+  [[maybe_unused]] __shared__ Loaded<O, V> added_stages[kResidual ? kRowStages<T> : 1]
+                                                       [kResidual ? R * K : 1][kForwardRowThreads];
   [[maybe_unused]] const O* added = kResidual ? residual_of(problem, y) : nullptr;
   int stage = 0;
   const auto fetch = [&](int samples) {
     over_rows(samples, [&](int r, int k, int64_t offset) {
-      copy_piece<V * sizeof(T)>(&stages[stage][r * K + k][threadIdx.x], x + offset);
+      copy_piece<16>(&stages[stage][r * K + k][threadIdx.x], x + offset);
       if constexpr (kResidual) {
         copy_vector(&added_stages[stage][r * K + k][threadIdx.x], added + offset);
       }
@@ -143,10 +138,8 @@ __global__ __launch_bounds__(kForwardRowThreads,
   };
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if constexpr (kCopies) {
 #pragma unroll
-    for (int i = 0; i < kRowStages<T>; ++i) fetch(left - i * R);
-  }
+  for (int i = 0; i < kRowStages<T>; ++i) fetch(left - i * R);
   A weight[K * V], bias[K * V];
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -165,21 +158,11 @@ __global__ __launch_bounds__(kForwardRowThreads,
 
   for (int round = 0; round < teams.rounds; ++round) {
     Loaded<T, V> data[R][K];
-    [[maybe_unused]] Loaded<O, V> loaded[R][K];  // of the residual
-    if constexpr (kCopies) {
-      wait_for_copies<kRowStages<T> - 1>();
+    wait_for_copies<kRowStages<T> - 1>();
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) {
 #pragma unroll
-        for (int k = 0; k < K; ++k) data[r][k] = stages[stage][r * K + k][threadIdx.x];
-      }
-    } else {
-      over_rows(left, [&](int r, int k, int64_t offset) {
-        data[r][k] = load<T, V>(x + offset);
-        if constexpr (kResidual) loaded[r][k] = load<O, V>(added + offset);
-      });
-      x += R * stride;
-      if constexpr (kResidual) added += R * stride;
+      for (int k = 0; k < K; ++k) data[r][k] = stages[stage][r * K + k][threadIdx.x];
     }
     A z[R * K * V], pivot[R], total[R] = {}, other[R] = {};
 #pragma unroll
@@ -199,7 +182,7 @@ __global__ __launch_bounds__(kForwardRowThreads,
       total[r] += other[r];
     }
     // Into what has just been read, or, of a residual, will have been.
-    if constexpr (kCopies && !kResidual) fetch(left - kRowStages<T> * R);
+    if constexpr (!kResidual) fetch(left - kRowStages<T> * R);
     sum_over_lanes(total, 1 << log2_lanes);
     constexpr int kSums = kCorrection ? 2 : 1;  // of squares; of what is left
     A totals[kSums * R] = {}, others[R] = {};
@@ -247,13 +230,13 @@ __global__ __launch_bounds__(kForwardRowThreads,
       if constexpr (kResidual) {
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-          if constexpr (kCopies) loaded[r][k] = added_stages[stage][r * K + k][threadIdx.x];
+          const Loaded<O, V> loaded = added_stages[stage][r * K + k][threadIdx.x];
 #pragma unroll
-          for (int j = 0; j < V; ++j) z[(r * K + k) * V + j] += loaded[r][k].at(j);
+          for (int j = 0; j < V; ++j) z[(r * K + k) * V + j] += loaded.at(j);
         }
       }
     }
-    if constexpr (kCopies && kResidual) fetch(left - kRowStages<T> * R);
+    if constexpr (kResidual) fetch(left - kRowStages<T> * R);
     // 16 at a time: more of them would need more registers than all before.
     constexpr int kAtOnce = R * K * V < 16 ? R * K * V : 16;
 #pragma unroll
@@ -289,9 +272,9 @@ struct Rows {
   }
 };
 
-template <class T, class O, bool kResidual, int V, int K, bool kWhole>
+template <class T, class O, bool kResidual, int K, bool kWhole>
 cudaError_t launch_rows(const Forward& p, const Rows& rows, const Gpu& gpu, cudaStream_t stream) {
-  constexpr int R = kRowsAtOnce<T, V, K>, occupancy = kRowOccupancy<T, V, K, kResidual>;
+  constexpr int R = kRowsAtOnce<T, K>, occupancy = kRowOccupancy<T, K, kResidual>;
   const int64_t lanes = p.num_groups << rows.log2_lanes;  // of one slice
   const int64_t wave = int64_t(gpu.multiprocessors) * occupancy * kForwardRowThreads;
   // One wave of blocks, in which every multiprocessor has as many; or, where that would be more
@@ -321,23 +304,18 @@ cudaError_t launch_rows(const Forward& p, const Rows& rows, const Gpu& gpu, cuda
   while (threads > 32 && ceil_div(threads_needed, threads) < gpu.multiprocessors) threads /= 2;
   Shape shape = {ceil_div(threads_needed, threads), threads};
   shape.early = gpu.clusters;
-  return launch(normalize_rows<T, O, V, K, kWhole, kResidual>, shape, stream, p, teams);
+  return launch(normalize_rows<T, O, K, kWhole, kResidual>, shape, stream, p, teams);
 }
 
-template <class T, class O, bool kResidual, int V>
+template <class T, class O, bool kResidual>
 cudaError_t launch_rows(const Forward& p, const Gpu& gpu, cudaStream_t stream) {
-  const Rows rows = Rows::of(group_size(p) / V);
-  if constexpr (V * sizeof(T) < 16) {
-    if (rows.held > 1) return launch_rows<T, O, kResidual, V, 4, false>(p, rows, gpu, stream);
-    return launch_rows<T, O, kResidual, V, 1, false>(p, rows, gpu, stream);
-  } else {
-    if (rows.held == 4 && rows.whole)
-      return launch_rows<T, O, kResidual, V, 4, true>(p, rows, gpu, stream);
-    if (rows.held == 4) return launch_rows<T, O, kResidual, V, 4, false>(p, rows, gpu, stream);
-    if (rows.held == 2) return launch_rows<T, O, kResidual, V, 2, true>(p, rows, gpu, stream);
-    if (rows.whole) return launch_rows<T, O, kResidual, V, 1, true>(p, rows, gpu, stream);
-    return launch_rows<T, O, kResidual, V, 1, false>(p, rows, gpu, stream);
-  }
+  const Rows rows = Rows::of(group_size(p) / vector_width(p.dtype));
+  if (rows.held == 4 && rows.whole)
+    return launch_rows<T, O, kResidual, 4, true>(p, rows, gpu, stream);
+  if (rows.held == 4) return launch_rows<T, O, kResidual, 4, false>(p, rows, gpu, stream);
+  if (rows.held == 2) return launch_rows<T, O, kResidual, 2, true>(p, rows, gpu, stream);
+  if (rows.whole) return launch_rows<T, O, kResidual, 1, true>(p, rows, gpu, stream);
+  return launch_rows<T, O, kResidual, 1, false>(p, rows, gpu, stream);
 }
 
 }  // namespace fxfuse::cuda
