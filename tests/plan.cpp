@@ -84,11 +84,14 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
       MUST(t.bytes <= gpu.shared && t.scratch >= t.slots * t.chunk_pitch);
       break;
     }
-    case Way::kChunks:
-      MUST(plan.chunk_plan.count * plan.chunk_plan.chunk * (plan.vector_chunks ? width : 1) >=
-           size - (plan.vector_chunks ? width : 1));
-      MUST(accesses(plan.vector_chunks ? width : 1));
+    case Way::kChunks: {
+      const ChunkPlan& c = plan.chunk_plan;
+      const int vector = plan.vector_chunks ? width : 1;
+      MUST(accesses(vector) && c.count >= 1 && c.chunk * vector <= kMostOfChunk);
+      MUST(c.count * c.chunk * vector > size - vector);
+      MUST(plan.workspace_bytes(p) >= groups * c.count * 4 * accumulate_size(p.dtype));
       break;
+    }
     case Way::kRowChunks: {
       const ColumnTiles& t = plan.columns;
       MUST(accesses(plan.vectors ? width : 1));

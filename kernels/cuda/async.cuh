@@ -92,6 +92,18 @@ FXFUSE_INLINE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// The same for a number that the compiler does not know; more than kMostSetsAhead count as that
+// many.
+constexpr int kMostSetsAhead = 7;
+template <int kSets = 0>
+FXFUSE_INLINE void wait_for_copies(int sets) {
+  if (kSets == sets || kSets == kMostSetsAhead) {
+    wait_for_copies<kSets>();
+  } else if constexpr (kSets < kMostSetsAhead) {
+    wait_for_copies<kSets + 1>(sets);
+  }
+}
+
 FXFUSE_INLINE void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Neighbouring elements at any address, copied by a block in whole 16 bytes: in shared memory they

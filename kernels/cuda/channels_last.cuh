@@ -85,17 +85,6 @@ struct RunMoments {
 
 // ---- tiles in shared memory, in one launch ------------------------------------------------------
 
-// Waits until only the newest `sets` of this thread's sets of copies may be on their way: a number
-// that the instruction holds.
-template <int kSets = 0>
-FXFUSE_INLINE void wait_for_copies(int sets) {
-  if (kSets == sets || kSets == kMostSlots - 1) {
-    wait_for_copies<kSets>();
-  } else if constexpr (kSets < kMostSlots - 1) {
-    wait_for_copies<kSets + 1>(sets);
-  }
-}
-
 // A block's moments of one group travel to the others without a fence: that would wait for all that
 // the block has under way, which is what the exchange should overlap with.  An earlier form of this
 // kernel, with a barrier of the cluster or of the grid for each tile, took 147 us at best for
@@ -345,6 +334,7 @@ class TileBlock {
   }
 
   // Waits for set number `set` of the copies.
+  static_assert(kMostSlots - 1 <= kMostSetsAhead);
   FXFUSE_INLINE void wait_for(int set) const { wait_for_copies(sets_ - 1 - set); }
 
   // The chunk that a tile's results are made of at place `place` of them.
@@ -835,7 +825,7 @@ __global__ __launch_bounds__(kThreads) void merge_row_chunks(
   const T* const first = static_cast<const T*>(problem.input) +
                          sample * problem.channels * problem.spatial + group * runs.divisor * run;
   const double pivot = kHasPivot<T, O> ? static_cast<double>(static_cast<A>(*first)) : 0;
-  save_wide<A>(problem, team.index, pivot, mean[0], m2[0] / elements);
+  save(problem, team.index, round_statistics<A>(pivot, mean[0], m2[0] / elements, problem.eps));
 }
 
 // From the end, for the L2 cache still holds it.

@@ -1,21 +1,25 @@
 // GroupNorm + activation, forward, for contiguous groups that nothing else takes: read twice.
 //
-// Idea.  A long group is cut into chunks, because one block would be alone with it: moments of
-// every chunk, merged in a fixed order, and a second pass over the data, in three launches.
+// Idea.  A long group is cut into chunks, because one block would be alone with it.  A first launch
+// takes the moments of every chunk.  A second one goes over the data again; each of its blocks
+// merges the moments of its group for itself, in place of a launch for that.
 //
-// Statistics.  Moments relative to the group's first value, so that their digits are not lost
-// behind a large mean, merged by Chan's formula, the chunks' in double.
+// Statistics.  Moments of some vectors in two passes over registers, merged by Chan's formula, the
+// chunks' in double and in a fixed order: so all blocks of a group have the same.  As in
+// groups.cuh, relative to the group's first value where input or output is wider than 16 bits.
 //
-// Work split.  A block for each chunk of a group; a block for the merging of a group.  The second
-// pass goes through the chunks backwards, for the L2 cache still holds the last ones.
+// Work split.  A block for each chunk of a group, as many as run at once.  The second launch goes
+// through a chunk backwards, for the L2 cache still holds its end, and has asked for that before
+// the first launch is over.
 //
 // Limits.  None but on the number of blocks; offsets have 64 bits.  As in groups.cuh, vectors are
 // counted from the start of the tensor, and the elements around a group's whole ones are loose.
 //
 // Fallback.  Where a pointer is not aligned to 16 bytes, V is 1.
 //
-// Measured.  As in rows.cuh, in bfloat16 with relu: one group of 128 MB 144 us behind 68; one of
-// 60000003 values 146 behind 61.
+// Measured: not yet.  A form in three launches, with 4096 chunks and everything in registers, took
+// 169 us for (1, 64, 1024, 1024) in one group in bfloat16 with relu, where a copy takes 64 and the
+// bytes of two readings and one writing 96 (H200, 2026-11-30).
 #pragma once
 #include "normalize.cuh"
 
@@ -25,12 +29,13 @@ namespace fxfuse::cuda {
 template <int V>
 struct Chunk {
   int64_t index;       // of the group
+  int64_t number;      // of the chunk in it
   int64_t begin, end;  // vectors, from element `head` of the group on
   int64_t head;
   int64_t loose;  // an element, or -1
 
-  FXFUSE_INLINE Chunk(const ChunkPlan& plan, int64_t block) : index(block / plan.count) {
-    const int64_t number = block - index * plan.count;
+  FXFUSE_INLINE Chunk(const ChunkPlan& plan, int64_t block)
+      : index(block / plan.count), number(block - index * plan.count) {
     head = min(-(index * plan.size) & (V - 1), plan.size);
     const int64_t vectors = (plan.size - head) / V, tail = head + vectors * V;
     begin = number * plan.chunk;
@@ -42,14 +47,16 @@ struct Chunk {
 };
 
 // partial is (groups, chunks).
-template <class T, int V>
-__global__ __launch_bounds__(kThreads) void moments(const Problem problem, const ChunkPlan plan,
-                                                    CountedMoments<Accumulate<T>>* const partial) {
+template <class T, int V, bool kPivot>
+__global__ __launch_bounds__(kThreads, chunk_blocks(sizeof(T))) void measure_chunks(
+    const Problem problem, const ChunkPlan plan, CountedMoments<Accumulate<T>>* const partial) {
   using A = Accumulate<T>;
   constexpr int U = kVectorsInFlight;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const Chunk<V> chunk(plan, blockIdx.x);
   const T* const x = static_cast<const T*>(problem.input) + chunk.index * plan.size;
-  const A pivot = static_cast<A>(x[0]);
+  const A pivot = kPivot ? static_cast<A>(x[0]) : A(0);
   CountedMoments<A> running = {};
   if (chunk.loose >= 0) running = {static_cast<A>(x[chunk.loose]) - pivot, A(0), A(1), A(0)};
   const T* const body = x + chunk.head;
@@ -76,89 +83,196 @@ __global__ __launch_bounds__(kThreads) void moments(const Problem problem, const
   if (lane == 0) partial[blockIdx.x] = running;
 }
 
-// A block for each group.
-template <class T>
-__global__ __launch_bounds__(kThreads) void merge_chunks(
-    const Forward problem, const ChunkPlan plan,
-    const CountedMoments<Accumulate<T>>* const partial) {
-  using A = Accumulate<T>;
+// Of one group, by a block, from the moments of its chunks: the same to the bit in every block.
+template <class A>
+FXFUSE_INLINE Statistics<A> merge_chunks(const Forward& problem, const ChunkPlan& plan,
+                                         const CountedMoments<A>* of_group, A pivot) {
   const Team team(kThreads);
-  const auto* const of_group = partial + team.index * plan.count;
   double mean[1] = {}, m2[1] = {};
-  for (int64_t i = team.rank; i < plan.count; i += kThreads) {
-    mean[0] += static_cast<double>(of_group[i].mean) * of_group[i].count;
+  const double some = of_group->mean;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
+    mean[0] += (of_group[i].mean - some) * of_group[i].count;
   }
   team.sum(mean);
-  mean[0] /= static_cast<double>(plan.size);
-  for (int64_t i = team.rank; i < plan.count; i += kThreads) {
+  mean[0] = some + mean[0] * plan.share;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
     const double distance = of_group[i].mean - mean[0];
     m2[0] += of_group[i].m2 + distance * distance * of_group[i].count;
   }
   team.sum(m2);
-  if (team.rank > 0) return;
-  const T first = static_cast<const T*>(problem.input)[team.index * plan.size];
-  save_wide<A>(problem, team.index, static_cast<double>(static_cast<A>(first)), mean[0],
-               m2[0] / static_cast<double>(plan.size));
+  __shared__ Statistics<A> result;
+  if (threadIdx.x == 0) {
+    result =
+        round_statistics<A>(static_cast<double>(pivot), mean[0], m2[0] * plan.share, problem.eps);
+  }
+  __syncthreads();
+  return result;
 }
 
+// Vectors of one thread on their way through shared memory.  It reads back only what it copied
+// itself, so no barrier is needed.
+template <class T, int V, int kDepth>
+class Arriving {
+ public:
+  FXFUSE_INLINE explicit Arriving(Loaded<T, V>* of_block) : slots_(of_block + threadIdx.x) {}
+
+  FXFUSE_INLINE void ask(int slot, const T* from) { copy_vector(slots_ + slot * kThreads, from); }
+  FXFUSE_INLINE void put(int slot, const Loaded<T, V>& vector) { slots_[slot * kThreads] = vector; }
+  FXFUSE_INLINE Loaded<T, V> get(int slot) const { return slots_[slot * kThreads]; }
+
+ private:
+  Loaded<T, V>* const slots_;
+};
+
 template <class T, class O, int V, bool kResidual>
-__global__ __launch_bounds__(kThreads,
-                             sizeof(T) == 8 ? 2 : 0) void normalize_chunk(const Forward problem,
-                                                                          const ChunkPlan plan) {
+__global__ __launch_bounds__(kThreads, chunk_blocks(sizeof(T))) void normalize_chunks(
+    const Forward problem, const ChunkPlan plan,
+    const CountedMoments<Accumulate<T>>* const partial) {
   using A = Accumulate<T>;
-  constexpr int U = kVectorsInFlight;
-  const Chunk<V> chunk(plan, gridDim.x - 1 - blockIdx.x);  // from the end: it is still in L2
+  constexpr bool kPivot = kHasPivot<T, O>;
+  // Where vectors are whole, 32 KB of a block are on their way.
+  constexpr int kDepth = 128 / (16 + (kResidual ? 16 * sizeof(O) / sizeof(T) : 0));
+  __shared__ Loaded<T, V> input[kDepth * kThreads];
+  [[maybe_unused]] __shared__ Loaded<O, V> residual[kResidual ? kDepth * kThreads : 1];
+  Arriving<T, V, kDepth> data(input);
+  [[maybe_unused]] Arriving<O, V, kDepth> added(residual);
+  const Chunk<V> chunk(plan, gridDim.x - 1 - blockIdx.x);
   const int64_t sample = plan.num_groups.quotient(chunk.index);
   const int64_t channel = (chunk.index - sample * problem.num_groups) * plan.channels;
-  const Statistics<A> group(problem.mean, problem.rstd, problem.batch * problem.num_groups,
-                            chunk.index);
   const T* const x = static_cast<const T*>(problem.input) + chunk.index * plan.size;
   O* const y = static_cast<O*>(problem.output) + chunk.index * plan.size;
+  const int64_t start = chunk.head + chunk.begin * V;  // of the chunk, in elements
+  const int size = static_cast<int>(chunk.end - chunk.begin);
+
+  // Backwards.  The first ones are asked for before the launch ahead has ended: that is ours too,
+  // and has begun only after whatever wrote the input.
+  int left = size <= 0 ? 0 : (size + kThreads - 1) / kThreads;  // of this thread, or one less
+  const auto exists = [&](int number) {
+    return number >= 0 && number * kThreads + static_cast<int>(threadIdx.x) < size;
+  };
+  const auto place_of = [&](int number) {
+    return start + int64_t(number * kThreads + static_cast<int>(threadIdx.x)) * V;
+  };
+  // Single elements of 16 bits are too small for such copies: all slots are filled at once instead.
+  constexpr bool kCopies = V * sizeof(T) >= 4;
+  const auto ask = [&](int slot, int number) {
+    if constexpr (kCopies) {
+      if (exists(number)) {
+        data.ask(slot, x + place_of(number));
+        if constexpr (kResidual) added.ask(slot, residual_of(problem, y + place_of(number)));
+      }
+      commit_copies();
+    }
+  };
+  const auto fill = [&](int number) {
+    Loaded<T, V> loaded[kDepth];
+    [[maybe_unused]] Loaded<O, V> others[kDepth];
+#pragma unroll
+    for (int slot = 0; slot < kDepth; ++slot) {
+      if (exists(number - slot)) {
+        const int64_t at = place_of(number - slot);
+        loaded[slot] = load<T, V>(x + at);
+        if constexpr (kResidual) others[slot] = load<O, V>(residual_of(problem, y + at));
+      }
+    }
+#pragma unroll
+    for (int slot = 0; slot < kDepth; ++slot) {
+      data.put(slot, loaded[slot]);
+      if constexpr (kResidual) added.put(slot, others[slot]);
+    }
+  };
+#pragma unroll 1
+  for (int slot = 0; slot < kDepth; ++slot) ask(slot, left - 1 - slot);
+  const A pivot = kPivot ? static_cast<A>(x[0]) : A(0);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Statistics<A> group =
+      merge_chunks(problem, plan, partial + chunk.index * plan.count, pivot);
+  if (chunk.number == 0 && threadIdx.x == 0) save(problem, chunk.index, group);
+
   const bool wide = affine_is_wide(problem);
   const ActivationOf<A, O> activation(problem);
-  const auto weight_of = [&](int64_t c) {
-    return load_channel<T>(problem.weight, wide, channel + c, A(1));
+  const auto scale_of = [&](int64_t c) {
+    return group.rstd * load_channel<T>(problem.weight, wide, channel + c, A(1));
   };
   const auto bias_of = [&](int64_t c) {
     return load_channel<T>(problem.bias, wide, channel + c, A(0));
   };
-  for (int64_t first = chunk.begin + threadIdx.x; first < chunk.end; first += U * kThreads) {
-    Loaded<T, V> data[U];
-    Loaded<O, V> added[U];
-    each<U>(first, int64_t(kThreads), chunk.end, [&](int u, int64_t i) {
-      const int64_t at = chunk.head + i * V;
-      data[u] = load<T, V>(x + at);
-      if constexpr (kResidual) added[u] = load<O, V>(residual_of(problem, y + at));
-    });
-    each<U>(first, int64_t(kThreads), chunk.end, [&](int u, int64_t i) {
-      const int64_t at = chunk.head + i * V;
-      A weight[V], bias[V];
-      if (plan.vector_affine) {
-        load_affine<T>(problem, channel + at, weight, bias);
-      } else {
-        int64_t c = plan.spatial.quotient(at), left = (c + 1) * problem.spatial - at;
-        A w = weight_of(c), b = bias_of(c);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          if (j == left) {
-            left += problem.spatial;
-            w = weight_of(++c);
-            b = bias_of(c);
-          }
-          weight[j] = w;
-          bias[j] = b;
-        }
-      }
-      store(y + at, finish<kResidual>(activation, data[u], weight, bias, group, added[u]));
-    });
-  }
+  const auto center = [&](A value) {
+    return kPivot ? (value - group.mean) - group.rest : value - group.mean;
+  };
   if (chunk.loose >= 0) {
     const int64_t c = plan.spatial.quotient(chunk.loose);
-    A z[1] = {
-        multiply_add(group.normalize(static_cast<A>(x[chunk.loose])), weight_of(c), bias_of(c))};
+    A z[1] = {multiply_add(center(static_cast<A>(x[chunk.loose])), scale_of(c), bias_of(c))};
     if constexpr (kResidual) z[0] += static_cast<A>(*residual_of(problem, y + chunk.loose));
     activation.value(z);
     y[chunk.loose] = static_cast<O>(z[0]);
+  }
+  // Channels are counted from the chunk's first one.  Within a chunk 31 bits are enough, also where
+  // a channel is longer.
+  const int64_t first_channel = plan.spatial.quotient(start);
+  const int spatial = static_cast<int>(min(problem.spatial, kMostOfChunk));
+  const int of_first =
+      static_cast<int>(min((first_channel + 1) * problem.spatial - start, kMostOfChunk));
+  const auto channel_of = [&](int n) {
+    return n < of_first ? 0 : 1 + plan.spatial.quotient(n - of_first);
+  };
+  int slot = 0;
+#pragma unroll 1
+  while (--left >= 0) {
+    if constexpr (kCopies) {
+      wait_for_copies<kDepth - 1>();
+    } else {
+      if (slot == 0) fill(left);
+    }
+    if (exists(left)) {
+      const int64_t at = place_of(left);
+      const int i = static_cast<int>(at - start);
+      A scale[V], bias[V];
+      if (plan.vector_affine) {
+        load_affine<T>(problem, channel + at, scale, bias);
+#pragma unroll
+        for (int j = 0; j < V; ++j) scale[j] *= group.rstd;
+      } else if (V <= spatial) {  // a vector is of one or of two channels
+        const int c = channel_of(i), rest = of_first + c * spatial - i;
+        const A w = scale_of(first_channel + c), b = bias_of(first_channel + c);
+        A next_w = w, next_b = b;
+        if (rest < V) {
+          next_w = scale_of(first_channel + c + 1);
+          next_b = bias_of(first_channel + c + 1);
+        }
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          scale[j] = j < rest ? w : next_w;
+          bias[j] = j < rest ? b : next_b;
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const int64_t c = first_channel + channel_of(i + j);
+          scale[j] = scale_of(c);
+          bias[j] = bias_of(c);
+        }
+      }
+      const Loaded<T, V> its_data = data.get(slot);
+      A z[V];
+#pragma unroll
+      for (int j = 0; j < V; ++j) z[j] = multiply_add(center(its_data.at(j)), scale[j], bias[j]);
+      if constexpr (kResidual) {
+        const Loaded<O, V> its_added = added.get(slot);
+#pragma unroll
+        for (int j = 0; j < V; ++j) z[j] += its_added.at(j);
+      }
+      activation.value(z);
+      Vector<O, V> result;
+#pragma unroll
+      for (int j = 0; j < V; ++j) result.at[j] = static_cast<O>(z[j]);
+      store(y + at, result);
+    }
+    ask(slot, left - kDepth);
+    if (++slot == kDepth) slot = 0;
   }
 }
 

@@ -58,19 +58,19 @@ cudaError_t launch_tiles(const Forward& p, const ForwardPlan& plan, void* worksp
   return launch_shared<normalize_tile<T, O, kRun, kResidual>>(p.device, shape, stream, p, tiling);
 }
 
-// ---- what reads twice: the statistics are in the problem ----------------------------------------
+// ---- what reads twice ---------------------------------------------------------------------------
 
 template <class T, class O, bool kResidual, int V>
 cudaError_t launch_chunks(const Forward& p, const ForwardPlan& plan, void* workspace,
                           cudaStream_t stream) {
   auto* const partial = static_cast<CountedMoments<Accumulate<T>>*>(workspace);
-  const Shape of_groups = {p.batch * p.num_groups, kThreads};
-  const Shape of_chunks = {of_groups.blocks * plan.chunk_plan.count, kThreads};
-  cudaError_t error = launch(moments<T, V>, of_chunks, stream, p, plan.chunk_plan, partial);
+  const ChunkPlan& chunks = plan.chunk_plan;
+  Shape shape = {p.batch * p.num_groups * chunks.count, kThreads};
+  shape.early = plan.gpu.clusters;
+  const cudaError_t error =
+      launch(measure_chunks<T, V, kHasPivot<T, O>>, shape, stream, p, chunks, partial);
   if (error != cudaSuccess) return error;
-  error = launch(merge_chunks<T>, of_groups, stream, p, plan.chunk_plan, partial);
-  if (error != cudaSuccess) return error;
-  return launch(normalize_chunk<T, O, V, kResidual>, of_chunks, stream, p, plan.chunk_plan);
+  return launch(normalize_chunks<T, O, V, kResidual>, shape, stream, p, chunks, partial);
 }
 
 template <class T, class O, bool kResidual, int V, int kRun = V>
@@ -105,13 +105,13 @@ cudaError_t launch_row_chunks(const Forward& p, const ForwardPlan& plan, void* w
 template <class T, class O, bool kResidual, int V>
 cudaError_t launch_two_passes(Forward p, const ForwardPlan& plan, void* workspace,
                               cudaStream_t stream) {
+  if (!is_channels_last(p)) return launch_chunks<T, O, kResidual, V>(p, plan, workspace, stream);
   if (p.mean == nullptr) {
     auto* const statistics = static_cast<char*>(workspace) + plan.partial_bytes(p);
     p.mean = statistics;
     p.rstd = reinterpret_cast<Accumulate<T>*>(statistics) + 2 * p.batch * p.num_groups;
   }
-  return is_channels_last(p) ? launch_row_chunks<T, O, kResidual, V>(p, plan, workspace, stream)
-                             : launch_chunks<T, O, kResidual, V>(p, plan, workspace, stream);
+  return launch_row_chunks<T, O, kResidual, V>(p, plan, workspace, stream);
 }
 
 // ---- all ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 //   groups       up to 56 KB          shared memory of a block         a barrier
 //                up to 590 KB         that of a cluster of 2 to 8      distributed shared memory
 //   ring         up to 29 MB          that of all blocks together      slots in device memory
-//   chunks       all others           nothing: read twice              device memory, 3 launches
+//   chunks       all others           nothing: read twice              device memory, 2 launches
 //   channels_last:
 //   tile         up to 50 KB          shared memory of a block         a barrier
 //                up to 0.8 MB         that of a cluster of 2 to 16     distributed shared memory
@@ -158,20 +158,29 @@ struct Ring {
   Divisor channel;           // vectors of a channel
 };
 
+constexpr int64_t kMostOfChunk = 1 << 30;  // elements
+
+// Blocks of chunks on a multiprocessor: as many as have enough registers.
+constexpr int chunk_blocks(size_t element_size) { return element_size == 8 ? 3 : 4; }
+
 // How a group is cut into chunks, and what the host knows about it.
 struct ChunkPlan {
   int64_t size, channels;  // of a group, in elements
   int64_t count, chunk;    // chunks; vectors of one
+  double share;            // of an element in the group, 1 / size
   bool vector_affine;      // whether weight and bias can be read in vectors
   Divisor spatial, num_groups;
 
-  static ChunkPlan of(const Forward& p, int vector) {
+  static ChunkPlan of(const Forward& p, int vector, int multiprocessors) {
     ChunkPlan plan;
     plan.channels = p.channels / p.num_groups;
     plan.size = group_size(p);
-    // At most 4096, so that their moments are few.
+    plan.share = 1 / static_cast<double>(std::max<int64_t>(plan.size, 1));
     const int64_t vectors = std::max<int64_t>(plan.size / vector, 1);
-    plan.chunk = std::max(kElementsOfChunk / vector, ceil_div(vectors, 4096));
+    const int resident = chunk_blocks(element_size(p.dtype)) * std::max(multiprocessors, 1);
+    const int64_t count = pieces_of(std::max<int64_t>(p.batch * p.num_groups, 1), resident);
+    plan.chunk = std::clamp(ceil_div(ceil_div(vectors, count), 32) * 32, kElementsOfChunk / vector,
+                            kMostOfChunk / vector);
     plan.count = ceil_div(vectors, plan.chunk);
     plan.vector_affine =
         p.spatial == 1 && (vector == 1 || (p.channels % vector == 0 && aligned(p.weight, p.bias)));
@@ -397,7 +406,7 @@ struct ForwardPlan {
     }
     const bool few = p.num_groups < int64_t(1) << 30;  // what rows.cuh counts in 31 bits
     vector_chunks = aligned(p.input, p.output, p.residual);
-    chunk_plan = ChunkPlan::of(p, vector_chunks ? width : 1);
+    chunk_plan = ChunkPlan::of(p, vector_chunks ? width : 1, gpu.multiprocessors);
     way = few && vectors && size / width <= 32 * kMostRowVectors    ? Way::kRows
           : few && !vectors && size <= 32 * Spans::longest(p.dtype) ? Way::kSpans
           : choose_groups(p)                                        ? Way::kGroups
@@ -422,9 +431,11 @@ struct ForwardPlan {
                                : p.batch * p.num_groups * chunk_plan.count * 4 * size;
   }
 
-  // Behind those, where the caller does not keep the statistics.
+  // Of chunks of rows, behind those, where the caller does not keep the statistics.
   size_t statistics_bytes(const Forward& p) const {
-    return p.mean != nullptr ? 0 : 3 * p.batch * p.num_groups * accumulate_size(p.dtype);
+    return p.mean != nullptr || !is_channels_last(p)
+               ? 0
+               : 3 * p.batch * p.num_groups * accumulate_size(p.dtype);
   }
 
   // For tests.

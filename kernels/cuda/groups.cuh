@@ -2,13 +2,13 @@
 // a cluster of up to 8, holds.
 //
 // Idea.  All bytes of a group are asked for at once, by asynchronous copies into shared memory that
-// take no registers, so that whole groups are on their way while others are worked on.  Two passes
-// over shared memory give the moments, which the threads, warps and blocks merge with one barrier,
-// and a third one the result.  Blocks of a cluster write their moments into each other's shared
-// memory.
+// take no registers, so that whole groups are on their way while others are worked on.  The moments
+// of what has arrived are taken while the rest is on its way; the threads, warps and blocks merge
+// them with one barrier, and a pass over shared memory gives the result.  Blocks of a cluster write
+// their moments into each other's shared memory.
 //
-// Statistics.  Every thread takes mean and M2 of its values in two passes, relative to the group's
-// first value; they are merged by Chan's formula in a fixed order.
+// Statistics.  Mean and M2 of four vectors at a time, in two passes over registers, relative to the
+// group's first value; they are merged by Chan's formula in a fixed order.
 //
 // Work split.  A cluster for each group; its blocks take slices, its threads every blockDim-th
 // vector, and each thread reads back only what it copied itself: that needs no barrier.
@@ -20,12 +20,12 @@
 // Fallback.  An input that is not aligned to 16 bytes is copied in pieces of 8 or 4 bytes, or by
 // elements; an output that is not, is written by elements.  Without clusters, one block.
 //
-// Measured.  As in rows.cuh, in bfloat16.  (64, 256, 56, 56) in 32 groups with relu: 57.8 us behind
-// 53.4 (gelu 77.6; float32 104.3 behind 103.9); (2, 320, 64, 64) in 32 groups with silu: 6.6 behind
-// 3.6; (4, 320, 128, 128): 31.1 behind 22.6; (8, 128, 256, 256): 83.3 behind 69.3; (64, 2048, 7, 7)
-// with relu: 13.6 behind 9.0; (1024, 16384) in one group: 28.9 behind 18.4.  Bulk copies in place
-// of each thread's own were no faster: 57.9 against 57.1 us for the first, 7.4 against 7.2 for the
-// second.
+// Measured, before the moments were taken while copies were on their way.  As in rows.cuh, in
+// bfloat16.  (64, 256, 56, 56) in 32 groups with relu: 57.8 us behind 53.4 (gelu 77.6; float32
+// 104.3 behind 103.9); (2, 320, 64, 64) in 32 groups with silu: 6.6 behind 3.6; (4, 320, 128,
+// 128): 31.1 behind 22.6; (8, 128, 256, 256): 83.3 behind 69.3; (64, 2048, 7, 7) with relu: 13.6
+// behind 9.0; (1024, 16384) in one group: 28.9 behind 18.4.  Bulk copies in place of each thread's
+// own were no faster: 57.9 against 57.1 us for the first, 7.4 against 7.2 for the second.
 #pragma once
 #include "normalize.cuh"
 
@@ -69,13 +69,19 @@ __global__ __launch_bounds__(kMostGroupThreads,
   if (cluster > 1) arrive_at_cluster_barrier();  // "I run, and can be sent to"
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (plan.copy_width == 16) {
-#pragma unroll 4
-    for (int i = thread; i < mine; i += threads) copy_piece<16>(held + i, x + start + i * V);
-  } else {
-    for (int i = thread; i < mine; i += threads) {
-      copy_unaligned(held + i, x + start + i * V, plan.copy_width);
-    }
+  // In sets, so that the moments of the first are taken while the others are on their way.
+  constexpr int U = kVectorsInFlight;
+  const int sets = (mine + U * threads - 1) / (U * threads);
+#pragma unroll 1
+  for (int first = thread; first < sets * U * threads; first += U * threads) {
+    each<U>(first, threads, mine, [&](int, int i) {
+      if (plan.copy_width == 16) {
+        copy_piece<16>(held + i, x + start + i * V);
+      } else {
+        copy_unaligned(held + i, x + start + i * V, plan.copy_width);
+      }
+    });
+    commit_copies();
   }
   // The residual meanwhile as far as L2, for which neither registers nor shared memory are needed.
   if (kResidual && plan.vector_output && thread == 0 && mine > 0) {
@@ -85,38 +91,32 @@ __global__ __launch_bounds__(kMostGroupThreads,
   const A single = is_loose ? static_cast<A>(x[loose]) : A(0);
   const bool wide = affine_is_wide(problem);
   if (plan.staged) {
+#pragma unroll 1
     for (int c = thread; c < channels; c += threads) {
       staged[c] = load_channel<T>(problem.weight, wide, channel + c, A(1));
       staged[channels + c] = load_channel<T>(problem.bias, wide, channel + c, A(0));
     }
   }
-  wait_for_all_copies();
 
-  // Moments of this thread's values in two passes, then of all.
-  A sums[4] = {is_loose ? single - pivot : A(0)}, count = is_loose ? A(1) : A(0);
-#pragma unroll 4
-  for (int i = thread; i < mine; i += threads) {
-    const Loaded<T, V> data = held[i];
+  CountedMoments<A> moments = {};
+  if (is_loose) moments = {single - pivot, A(0), A(1), A(0)};
+  int ahead = sets;
+#pragma unroll 1
+  for (int first = thread; first < sets * U * threads; first += U * threads) {
+    wait_for_copies(--ahead);
+    Loaded<T, V> data[U];
+    if (first + (U - 1) * threads < mine) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) sums[j % 4] += data.at(j) - pivot;
-    count += V;
-  }
-  CountedMoments<A> moments = {A(0), A(0), count, A(0)};
-  if (count > A(0)) {
-    moments.mean = quotient((sums[0] + sums[1]) + (sums[2] + sums[3]), count, divide(A(1), count));
-  }
-  const A from = (single - pivot) - moments.mean;
-  A squares[4] = {is_loose ? from * from : A(0)};
-#pragma unroll 4
-  for (int i = thread; i < mine; i += threads) {
-    const Loaded<T, V> data = held[i];
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A centered = (data.at(j) - pivot) - moments.mean;
-      squares[j % 4] = multiply_add(centered, centered, squares[j % 4]);
+      for (int u = 0; u < U; ++u) data[u] = held[first + u * threads];
+      moments.template add<true>(data, U, pivot);
+    } else {
+#pragma unroll 1
+      for (int i = first; i < mine; i += threads) {
+        const Loaded<T, V> one[1] = {held[i]};
+        moments.template add<true>(one, 1, pivot);
+      }
     }
   }
-  moments.m2 = (squares[0] + squares[1]) + (squares[2] + squares[3]);
   moments.merge_warp();
   const int lane = thread % 32, place = rank * warps + thread / 32;
   if (cluster > 1) {
@@ -132,6 +132,7 @@ __global__ __launch_bounds__(kMostGroupThreads,
     __syncthreads();
   }
   moments = {};
+#pragma unroll 1
   for (int k = lane; k < cluster * warps; k += 32) moments.merge(of_warp[k]);
   moments.merge_warp();
 
@@ -205,42 +206,36 @@ __global__ __launch_bounds__(kMostGroupThreads,
       }
       finish(i, scale, shift);
     }
-  } else if (plan.vector_affine) {
-#pragma unroll 4
-    for (int i = thread; i < mine; i += threads) {
-      load_affine<T>(problem, channel + start + i * V, scale, shift);
-#pragma unroll
-      for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
-      finish(i, scale, shift);
-    }
-  } else if (problem.spatial == 1) {
-    for (int i = thread; i < mine; i += threads) {
-      load_channels_across<T>(problem.weight, wide, channel + start + i * V, A(1), scale);
-      load_channels_across<T>(problem.bias, wide, channel + start + i * V, A(0), shift);
-#pragma unroll
-      for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
-      finish(i, scale, shift);
-    }
-  } else if (problem.spatial >= V) {  // a vector is of one or of two channels
-    const auto spatial = static_cast<int>(problem.spatial);
-    for (int i = thread; i < mine; i += threads) {
-      const int at = start + i * V, c = plan.spatial.quotient(at), next = min(c + 1, channels - 1);
-      const int left = (c + 1) * spatial - at;
-      const A w = weight_of(c), next_w = weight_of(next), b = bias_of(c), next_b = bias_of(next);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        scale[j] = j < left ? w : next_w;
-        shift[j] = j < left ? b : next_b;
-      }
-      finish(i, scale, shift);
-    }
   } else {
+    const int spatial = static_cast<int>(problem.spatial);
+#pragma unroll 1
     for (int i = thread; i < mine; i += threads) {
+      const int at = start + i * V;
+      if (plan.vector_affine) {
+        load_affine<T>(problem, channel + at, scale, shift);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const int c = plan.spatial.quotient(start + i * V + j);
-        scale[j] = weight_of(c);
-        shift[j] = bias_of(c);
+        for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
+      } else if (spatial == 1) {
+        load_channels_across<T>(problem.weight, wide, channel + at, A(1), scale);
+        load_channels_across<T>(problem.bias, wide, channel + at, A(0), shift);
+#pragma unroll
+        for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
+      } else if (spatial >= V) {  // a vector is of one or of two channels
+        const int c = plan.spatial.quotient(at), next = min(c + 1, channels - 1);
+        const int left = (c + 1) * spatial - at;
+        const A w = weight_of(c), next_w = weight_of(next), b = bias_of(c), next_b = bias_of(next);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          scale[j] = j < left ? w : next_w;
+          shift[j] = j < left ? b : next_b;
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const int c = plan.spatial.quotient(at + j);
+          scale[j] = weight_of(c);
+          shift[j] = bias_of(c);
+        }
       }
       finish(i, scale, shift);
     }

@@ -39,24 +39,6 @@ FXFUSE_INLINE void split_mean(A pivot, A mean, Statistics<A>& statistics) {
   statistics.rest = (pivot - (sum - added)) + (mean - added);
 }
 
-// Statistics and affine parameters applied to one vector, to which kResidual adds another one.
-template <bool kResidual, class O, class T, int V, class A>
-FXFUSE_INLINE Vector<O, V> finish(const ActivationOf<A, O>& activation, const Loaded<T, V>& x,
-                                  const A (&weight)[V], const A (&bias)[V],
-                                  const Statistics<A>& statistics, const Loaded<O, V>& added) {
-  A z[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    z[j] = multiply_add(statistics.normalize(x.at(j)), weight[j], bias[j]);
-    if constexpr (kResidual) z[j] += added.at(j);
-  }
-  activation.value(z);
-  Vector<O, V> y;
-#pragma unroll
-  for (int j = 0; j < V; ++j) y.at[j] = static_cast<O>(z[j]);
-  return y;
-}
-
 // The residual of what is written to `output`: as far into its tensor.
 template <class O>
 FXFUSE_INLINE const O* residual_of(const Forward& problem, const O* output) {
@@ -75,17 +57,17 @@ FXFUSE_INLINE void save(const Forward& problem, int64_t group, const Statistics<
   static_cast<A*>(problem.rstd)[group] = statistics.rstd;
 }
 
-// The same from sums in double.
+// From sums in double.
 template <class A>
-FXFUSE_INLINE void save_wide(const Forward& problem, int64_t group, double pivot, double mean,
-                             double variance) {
+FXFUSE_INLINE Statistics<A> round_statistics(double pivot, double mean, double variance,
+                                             double eps) {
   Statistics<double> wide;
   split_mean(pivot, mean, wide);
   Statistics<A> statistics;
   statistics.mean = static_cast<A>(wide.mean);
   statistics.rest = static_cast<A>((wide.mean - static_cast<double>(statistics.mean)) + wide.rest);
-  statistics.rstd = static_cast<A>(1 / sqrt(variance + problem.eps));
-  save(problem, group, statistics);
+  statistics.rstd = static_cast<A>(1 / sqrt(variance + eps));
+  return statistics;
 }
 
 // ---- moments ------------------------------------------------------------------------------------

@@ -132,6 +132,17 @@ inline int team_size(int64_t vectors, int64_t largest_in_warp) {
   return size;
 }
 
+// Into how many pieces to cut each of `parts`, so that blocks fill a GPU, which runs `resident` of
+// them at once, once or, where that would leave it idle, a few times.
+inline int64_t pieces_of(int64_t parts, int64_t resident) {
+  int64_t count = 1;
+  for (int64_t waves = 1; waves <= 4; ++waves) {
+    count = std::max<int64_t>(waves * resident / parts, 1);
+    if (count * parts * 10 >= waves * resident * 9) break;
+  }
+  return count;
+}
+
 // Rows of all channels: a block takes a tile of columns (vectors of channels) through one chunk of
 // one sample's rows.  Its threads form `slots` rows of `width` columns, so that a warp reads up to
 // 512 neighbouring bytes.
@@ -146,20 +157,14 @@ struct ColumnTiles {
     return {width, kThreads / width, ceil_div(columns, width), Chunks::of(problem.spatial, 128)};
   }
 
-  // Tiles of the same width, and chunks of at least 4 rows for a thread, as many as fill the GPU,
-  // which runs `resident` blocks at once, once or, where that would leave it idle, a few times.
+  // Tiles of the same width, and chunks of at least 4 rows for a thread, as many as fill the GPU.
   static ColumnTiles even(const Problem& problem, int vector, int64_t resident) {
     const int64_t columns = problem.channels / vector;
     ColumnTiles tiles;
     tiles.count = ceil_div(columns, 64);
     tiles.width = static_cast<int>(ceil_div(columns, tiles.count));
     tiles.slots = kThreads / tiles.width;
-    const int64_t parts = problem.batch * tiles.count;
-    int64_t count = 1;
-    for (int64_t waves = 1; waves <= 4; ++waves) {
-      count = std::max<int64_t>(waves * resident / parts, 1);
-      if (count * parts * 10 >= waves * resident * 9) break;
-    }
+    const int64_t count = pieces_of(problem.batch * tiles.count, resident);
     const int64_t rows = std::max<int64_t>(ceil_div(problem.spatial, count), 4 * tiles.slots);
     tiles.chunks.count = ceil_div(problem.spatial, rows);
     tiles.chunks.size = ceil_div(problem.spatial, tiles.chunks.count);
