@@ -106,6 +106,19 @@ FXFUSE_INLINE void wait_for_copies(int sets) {
 
 FXFUSE_INLINE void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// 16 bytes, of which the first `bytes` are wanted, from a tensor that ends at `end`.  Where it ends
+// in them they go by elements; all else that is read beside them belongs to the same allocation.
+template <class T>
+FXFUSE_INLINE void copy_part(char* to, const char* from, int bytes, const T* end) {
+  if (from + 16 <= reinterpret_cast<const char*>(end)) {
+    copy_piece<16>(to, from);
+    return;
+  }
+  for (int i = 0; i < min(bytes, 16); i += sizeof(T)) {
+    *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
+  }
+}
+
 // Neighbouring elements at any address, copied by a block in whole 16 bytes: in shared memory they
 // lie as far behind a multiple of 16 as in global memory.  16 bytes of room beside their own.
 template <class T>
@@ -116,20 +129,13 @@ struct Staged {
     return reinterpret_cast<const T*>(room + reinterpret_cast<uintptr_t>(from) % 16);
   }
 
-  // `end` is that of the tensor.  Where its last 16 bytes are not whole, they go by elements; all
-  // else that is read around the elements wanted belongs to the same allocation.
+  // `end` is that of the tensor.
   FXFUSE_INLINE void copy(const T* from, int count, const T* end) const {
     const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
     const char* const base = reinterpret_cast<const char*>(from) - skipped;
     const int bytes = count > 0 ? skipped + count * static_cast<int>(sizeof(T)) : 0;
     for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) {
-      if (base + i + 16 <= reinterpret_cast<const char*>(end)) {
-        copy_piece<16>(room + i, base + i);
-        continue;
-      }
-      for (int j = i; j < bytes; j += sizeof(T)) {
-        *reinterpret_cast<T*>(room + j) = *reinterpret_cast<const T*>(base + j);
-      }
+      copy_part(room + i, base + i, bytes - i, end);
     }
   }
 };

@@ -37,10 +37,9 @@ constexpr int kSpanOccupancy = sizeof(T) == 8                             ? (K <
                                                                           : 3;
 
 // Copies neighbouring elements at any address into shared memory, by a warp, in whole 16 bytes:
-// they lie there as far behind a multiple of 16 as in global memory.  What lies ahead of the first
-// one in its 16 bytes belongs to the same allocation; what lies behind the last one is not read.
+// they lie there as far behind a multiple of 16 as in global memory.  The tensor ends at `end`.
 template <class T>
-FXFUSE_INLINE void copy_span(char* room, const T* from, int count) {
+FXFUSE_INLINE void copy_span(char* room, const T* from, int count, const T* end) {
   const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
   const int first = static_cast<int>(threadIdx.x % 32) * 16;
   const char* source = reinterpret_cast<const char*>(from) - skipped + first;
@@ -52,7 +51,7 @@ FXFUSE_INLINE void copy_span(char* room, const T* from, int count) {
     to += 32 * 16;
     source += 32 * 16;
   }
-  if (left > 0) copy_part(to, source, left);
+  if (left > 0) copy_part(to, source, left, end);
 }
 
 // Where they begin, and where those begin that are to be stored at `at`.
@@ -131,13 +130,15 @@ __global__ __launch_bounds__(kSpanThreads, kSpanOccupancy<T, K, kResidual>) void
   // Groups of the warp in the last round, in which some may be missing.
   const int64_t rest_of_batch = plan.groups - int64_t(plan.rounds - 1) * plan.step - first;
   const int last = static_cast<int>(max(min(rest_of_batch, int64_t(mine)), int64_t(0)));
+  const int64_t all = plan.groups * size;  // elements
   const auto groups_in = [&](int round) { return round + 1 < plan.rounds ? mine : last; };
   int stage = 0;
   const auto fetch = [&](int round, int64_t at) {
     if (round < plan.rounds && groups_in(round) > 0) {
       char* const to = room + stage * plan.stage;
-      copy_span(to, input(at), groups_in(round) * size);
-      if constexpr (kResidual) copy_span(to + plan.residual, residual(at), groups_in(round) * size);
+      const int count = groups_in(round) * size;
+      copy_span(to, input(at), count, input(all));
+      if constexpr (kResidual) copy_span(to + plan.residual, residual(at), count, residual(all));
     }
     commit_copies();
     stage = stage + 1 == kSpanStages ? 0 : stage + 1;
