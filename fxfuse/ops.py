@@ -79,17 +79,8 @@ def group_norm_activation(
     """
     if has_torch_function_variadic(input, weight, bias):
         if have_own_functions(input, weight, bias):
-            return reference(
-                input,
-                num_groups,
-                weight,
-                bias,
-                eps,
-                activation,
-                params,
-                dtype,
-                F.group_norm if verify_batch_size else torch.group_norm,
-            )
+            norm = F.group_norm if verify_batch_size else torch.group_norm
+            return reference(input, num_groups, weight, bias, eps, activation, params, dtype, norm)
         # as F.group_norm does it: one call for a tracer's proxy or a mode
         result: Tensor = handle_torch_function(
             group_norm_activation,
@@ -355,7 +346,7 @@ def linear_group_norm_activation(
             dtype=dtype,
             verify_batch_size=verify_batch_size,
         )
-    if input.dim() >= 2 and linear_weight.dim() == 2 and num_groups > 0:
+    if input.dim() >= 2 and num_groups > 0:
         size = (*input.size()[:-1], linear_weight.size(0))
         _check_size(input, size, num_groups, eps, verify_batch_size)
     output: Tensor = torch.ops.fxfuse.linear_group_norm_activation(

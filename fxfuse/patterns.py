@@ -271,8 +271,7 @@ def _choose_kernel(
     affine = _tensor(call.kwargs.get("weight"), root)
     result, num_groups = nodes.value(linear), cast(int, call.args[1])
     for name, given in (("weight", weight), ("bias", bias)):
-        own = is_traceable_wrapper_subclass(given) or ops.have_own_functions(given)
-        if own and given is not None:
+        if is_traceable_wrapper_subclass(given) or ops.have_own_functions(given):
             return LinearChoice(linear, False, f"its {name} is a {type(given).__name__}")
     if weight is not None and not _are_a_linears(weight, bias):
         return LinearChoice(linear, False, "its weight or bias has not the shape of a Linear's")

@@ -268,10 +268,9 @@ class Plan:
             sites = rewrite.apply(trace.graph, module, bounds.table, judge=self._judge(module))
             if any(site.match for site in sites):
                 # Not after a verification, which compares the chains without their Linears.
-                choices: list[patterns.LinearChoice] = []
-                if self.checks is None and ops.may_have_linear_kernel():
-                    choices = patterns.take_linears_in(trace.graph, module)
-                    sites = patterns.with_choices(sites, choices)
+                taking = self.checks is None and ops.may_have_linear_kernel()
+                choices = patterns.take_linears_in(trace.graph, module) if taking else []
+                sites = patterns.with_choices(sites, choices)
                 taken = [choice.linear for choice in choices if choice.taken]
                 self.graphs[mode][situation] = Variant.of(module, trace, sites, taken)
         except Untraceable as error:

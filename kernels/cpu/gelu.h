@@ -34,7 +34,7 @@ struct GELU<Vector<float>> {
     constexpr float kLimit = NormalDistribution::kLimit;
     // Beyond the limit it is a multiple of z.
     const V odd = fit<NormalDistribution>(z, at_most<float>(z * z, kLimit * kLimit));
-    return z * (clamped<float>(odd, -0.5f, 0.5f) + 0.5f);
+    return z * clamped<float>(odd, -0.5f, 0.5f) + 0.5f * z;
   }
 
   FXFUSE_INLINE V grad(V z, V dy) const {
