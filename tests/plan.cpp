@@ -1,5 +1,6 @@
-// The plans of the CUDA kernels (kernels/cuda/forward_plan.h, backward_plan.h, linear_plan.h) for test_plan.py,
-// which compiles this file: their names, and what every plan must keep for its kernel to be right.
+// The plans of the CUDA kernels (kernels/cuda/forward_plan.h, backward_plan.h, linear_plan.h) for
+// test_plan.py, which compiles this file: their names, and what every plan must keep for its kernel
+// to be right.
 #include <algorithm>
 #include <iterator>
 
@@ -41,7 +42,7 @@ const char* fault(const Forward& p, const ForwardPlan& plan) {
       // Every lane of a team has a run inside the group, and together they have all of it.
       const Spans& spans = plan.spans;
       MUST(std::count(std::begin(Spans::kRuns), std::end(Spans::kRuns), spans.run) == 1);
-      MUST(spans.run <= size && spans.run <= Spans::longest(p.dtype));
+      MUST(spans.run <= size && spans.run <= Spans::longest(element_size(p.dtype)));
       MUST(spans.log2_lanes >= 0 && spans.log2_lanes <= 5);
       MUST(int64_t(spans.run) << spans.log2_lanes >= size);
       break;
@@ -197,9 +198,7 @@ size_t size_of(int what) {
 const char* forward_name(const Forward* p, const Gpu* gpu) { return plan_name(*p, *gpu); }
 const char* backward_name(const Backward* p, const Gpu* gpu) { return plan_name(*p, *gpu); }
 
-const char* linear_name(const LinearForward* p, const Gpu* gpu) {
-  return plan_name(*p, *gpu);
-}
+const char* linear_name(const LinearForward* p, const Gpu* gpu) { return plan_name(*p, *gpu); }
 const char* linear_reason(const LinearForward* p, const Gpu* gpu) {
   return LinearPlan(*p, *gpu).reason;
 }

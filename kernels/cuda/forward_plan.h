@@ -90,11 +90,10 @@ constexpr int kMostRowVectors = 4;  // of a lane of normalize_rows
 struct Spans {
   int log2_lanes, run;
 
-  static constexpr int kRuns[] = {1, 3, 5, 9, 11, 15, 23, 31};  // of which there are kernels
-
-  // The longest that has registers.
-  static constexpr int longest(Dtype dtype) {
-    return dtype == kDouble ? 9 : dtype == kFloat ? 15 : 31;
+  // Of which there are kernels, up to the longest that has registers.
+  static constexpr int kRuns[] = {1, 2, 3, 4, 5, 9, 15, 23, 31};
+  static constexpr int longest(size_t element_size) {
+    return element_size == 8 ? 9 : element_size == 4 ? 15 : 31;
   }
 
   // For groups of up to 32 of the longest runs.
@@ -103,7 +102,7 @@ struct Spans {
     Spans best = {0, 1};
     int64_t least = 0;
     for (const int run : kRuns) {
-      if (run > size || run > longest(p.dtype)) break;
+      if (run > size || run > longest(element_size(p.dtype))) break;
       int log2_lanes = 0;
       while (int64_t(run) << log2_lanes < size) ++log2_lanes;
       if (log2_lanes > 5) continue;
@@ -407,11 +406,11 @@ struct ForwardPlan {
     const bool few = p.num_groups < int64_t(1) << 30;  // what rows.cuh counts in 31 bits
     vector_chunks = aligned(p.input, p.output, p.residual);
     chunk_plan = ChunkPlan::of(p, vector_chunks ? width : 1, gpu.multiprocessors);
-    way = few && vectors && size / width <= 32 * kMostRowVectors    ? Way::kRows
-          : few && !vectors && size <= 32 * Spans::longest(p.dtype) ? Way::kSpans
-          : choose_groups(p)                                        ? Way::kGroups
-          : choose_ring(p)                                          ? Way::kRing
-                                                                    : Way::kChunks;
+    way = few && vectors && size / width <= 32 * kMostRowVectors                  ? Way::kRows
+          : few && !vectors && size <= 32 * Spans::longest(element_size(p.dtype)) ? Way::kSpans
+          : choose_groups(p)                                                      ? Way::kGroups
+          : choose_ring(p)                                                        ? Way::kRing
+                                                                                  : Way::kChunks;
     if (way == Way::kSpans) spans = Spans::of(p, gpu);
   }
 

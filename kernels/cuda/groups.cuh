@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kMostGroupThreads,
   wait_for_previous_kernel();
   let_next_kernel_start();
   // In sets, so that the moments of the first are taken while the others are on their way.
-  constexpr int U = kVectorsInFlight;
+  constexpr int U = sizeof(T) == 8 ? 8 : kVectorsInFlight;
   const int sets = (mine + U * threads - 1) / (U * threads);
 #pragma unroll 1
   for (int first = thread; first < sets * U * threads; first += U * threads) {
