@@ -3,8 +3,9 @@
 // V is a scalar in CUDA code and a vector of floats or doubles in CPU code.  This file is included
 // where these names are in scope for V: Scalar<V>, what a lane of it is, broadcast<V>(double),
 // select(mask, a, b) (which is `mask ? a : b`, per lane), magnitude(V), divide(V, V),
-// exponential(V), hyperbolic_tangent(V) and bell(V), which is e^(-z^2 / 2); and the macro
-// FXFUSE_INLINE.
+// kExactQuotient<V>, whether that is off by no more than the result's rounding, where not,
+// fraction(V, V), a quotient by 1 to 2, exponential(V), hyperbolic_tangent(V) and bell(V), which is
+// e^(-z^2 / 2); and the macro FXFUSE_INLINE.
 //
 // A comparison with NaN is false, so each one is written to let NaN through where torch does. Where
 // torch's scalar and vector code differ at NaN, the scalar code is followed.  1 - s and 1 - t^2 of
@@ -70,8 +71,8 @@ struct ReLU {
 // ulp.  Minus infinity gives NaN, as in torch.
 template <class V>
 FXFUSE_INLINE V gated(V z, V tail) {
-  const V lost = select(z > broadcast<V>(1e30), V{}, magnitude(z) * tail);
-  return select(z < V{}, V{}, z) - lost;
+  const V size = select(z > broadcast<V>(1e30), V{}, magnitude(z));
+  return select(z < V{}, V{}, z) - size * tail;
 }
 
 template <class V>
@@ -79,9 +80,12 @@ struct SiLU {
   V one;
   FXFUSE_INLINE explicit SiLU(const double*) : one(broadcast<V>(1.0)) {}
   FXFUSE_INLINE V value(V z) const {
-    if constexpr (std::is_same_v<V, Coarse>) return divide(z, one + exponential(-z));
-    const V e = exponential(-magnitude(z));
-    return gated(z, divide(e, one + e));
+    if constexpr (kExactQuotient<V>) {
+      return divide(z, one + exponential(-z));
+    } else {
+      const V e = exponential(-magnitude(z));
+      return gated(z, fraction(e, one + e));
+    }
   }
   FXFUSE_INLINE V grad(V z, V dy) const {
     V e = exponential(-z), s = divide(one, one + e);
@@ -209,9 +213,12 @@ struct GELUTanh {
         limit(broadcast<V>(32.0)) {}  // where the sigmoid is 0 or 1
   FXFUSE_INLINE V value(V z) const {
     const V steepness = linear + cubic * (z * z);
-    if constexpr (std::is_same_v<V, Coarse>) return divide(z, one + exponential(-z * steepness));
-    const V e = exponential(-magnitude(z) * steepness);
-    return gated(z, divide(e, one + e));
+    if constexpr (kExactQuotient<V>) {
+      return divide(z, one + exponential(-z * steepness));
+    } else {
+      const V e = exponential(-magnitude(z) * steepness);
+      return gated(z, fraction(e, one + e));
+    }
   }
   FXFUSE_INLINE V grad(V z, V dy) const {
     z = select(z > limit, limit,

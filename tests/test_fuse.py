@@ -530,7 +530,7 @@ def test_autocast_knows_the_norm_of_the_dialect(device: torch.device) -> None:
         inputs = inputs if dialect == "export" else inputs[-1:]
         with torch.autocast(device.type):
             ours, theirs = graph_module(*inputs), plain(*inputs)
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02)  # eager's are in bfloat16
 
 
 def test_graphs_inside_the_graph() -> None:

@@ -71,6 +71,8 @@ template <class V>
 FXFUSE_INLINE V divide(V a, V b) {
   return a / b;
 }
+template <class V>
+constexpr bool kExactQuotient = true;
 
 // e^x = 2^n e^r with n = rint(x / ln 2), |r| <= ln(2) / 2, and e^r by its Taylor polynomial, whose
 // remainder is below a tenth of an ulp.  ln 2 is split in two so that x - n ln 2 is exact enough

@@ -199,10 +199,19 @@ FXFUSE_INLINE void load_affine(const Problem& problem, int64_t channel, I i, A (
   }
 }
 
-// V neighbouring elements at any address, read as whole 16 bytes, one more than they take, and
-// shifted.  What is read beside them lies in the 16 bytes of one of them.
-template <class T, int V>
-FXFUSE_INLINE Loaded<T, V> load_across(const T* from) {
+// V neighbouring elements at any address, of a tensor that ends at `end`, read as whole 16 bytes,
+// one more than they take, and shifted.  What is read beside them belongs to the same allocation:
+// where the tensor may end before it, they are read one by one.
+template <int V, class T>
+FXFUSE_INLINE Loaded<T, V> load_across(const T* from, const T* end) {
+  if (end - from < V + static_cast<int>(16 / sizeof(T)) - 1) {
+    T elements[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) elements[j] = from[j];
+    Loaded<T, V> result;
+    memcpy(&result, elements, sizeof(result));
+    return result;
+  }
   constexpr int W = V * sizeof(T) / 4;  // words
   static_assert(W % 4 == 0, "whole 16 bytes");
   const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
@@ -231,11 +240,12 @@ FXFUSE_INLINE Loaded<T, V> load_across(const T* from) {
   return result;
 }
 
-// Weight or bias of the V channels from any one on.
+// Weight or bias of the V channels from any one on, of `channels`.
 template <class T, int V, class A>
-FXFUSE_INLINE void load_channels_across(const void* values, bool wide, int64_t channel, A otherwise,
-                                        A (&result)[V]) {
-  const auto keep = [&](const auto& vector) {
+FXFUSE_INLINE void load_channels_across(const void* values, bool wide, int64_t channel,
+                                        int64_t channels, A otherwise, A (&result)[V]) {
+  const auto keep = [&](const auto* of_type) {
+    const auto vector = load_across<V>(of_type + channel, of_type + channels);
 #pragma unroll
     for (int j = 0; j < V; ++j) result[j] = vector.at(j);
   };
@@ -243,9 +253,9 @@ FXFUSE_INLINE void load_channels_across(const void* values, bool wide, int64_t c
 #pragma unroll
     for (int j = 0; j < V; ++j) result[j] = otherwise;
   } else if (wide) {
-    keep(load_across<A, V>(static_cast<const A*>(values) + channel));
+    keep(static_cast<const A*>(values));
   } else {
-    keep(load_across<T, V>(static_cast<const T*>(values) + channel));
+    keep(static_cast<const T*>(values));
   }
 }
 

@@ -97,7 +97,15 @@ FXFUSE_INLINE float divide(float a, float b) {
   const float inverse = fmaf(fmaf(-quarter, estimate, 1.0f), estimate, estimate);
   return 0.25f * a * (estimate == 0.0f ? 0.0f : inverse);  // NaN, where b is infinite
 }
+// The same where 1 <= b <= 2.
+FXFUSE_INLINE float fraction(float a, float b) {
+  const float estimate = reciprocal(b);
+  return a * fmaf(fmaf(-b, estimate, 1.0f), estimate, estimate);
+}
 FXFUSE_INLINE Coarse divide(Coarse a, Coarse b) { return Coarse(a.value * reciprocal(b.value)); }
+
+template <class V>
+constexpr bool kExactQuotient = !std::is_same_v<V, float>;
 
 FXFUSE_INLINE double hyperbolic_tangent(double value) { return tanh(value); }
 FXFUSE_INLINE float hyperbolic_tangent(float value) { return tanhf(value); }

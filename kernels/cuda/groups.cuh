@@ -216,8 +216,8 @@ __global__ __launch_bounds__(kMostGroupThreads,
 #pragma unroll
         for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
       } else if (spatial == 1) {
-        load_channels_across<T>(problem.weight, wide, channel + at, A(1), scale);
-        load_channels_across<T>(problem.bias, wide, channel + at, A(0), shift);
+        load_channels_across<T>(problem.weight, wide, channel + at, problem.channels, A(1), scale);
+        load_channels_across<T>(problem.bias, wide, channel + at, problem.channels, A(0), shift);
 #pragma unroll
         for (int j = 0; j < V; ++j) scale[j] *= statistics.rstd;
       } else if (spatial >= V) {  // a vector is of one or of two channels
