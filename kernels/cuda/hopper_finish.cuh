@@ -19,8 +19,7 @@
 
 namespace fxfuse::cuda {
 
-// ---- the activation
-// --------------------------------------------------------------------------------------
+// ---- columns ------------------------------------------------------------------------------------
 
 template <class O>
 struct Columns {
@@ -107,10 +106,35 @@ FXFUSE_INLINE Loaded<T, V> load_or(const void* values, int64_t channel, int64_t 
   return result;
 }
 
-// The sums of a lane in one span of columns begin with the bias.
-template <class O, class T>
-FXFUSE_INLINE void begin_with(float (&c)[kSums], int span,
-                              const Loaded<T, Columns<O>::kOwn>& bias) {
+template <int V>
+struct Floats {
+  float values[V];
+  FXFUSE_INLINE float at(int j) const { return values[j]; }
+};
+
+// What the sums of the V columns from `channel` on begin with: the Linear's bias.  Of floats, that
+// of the group's first column is taken off, which a norm does not see: a large one would cost the
+// sums digits with every product, of which the two operators, that add it last, lose none.  Those
+// of 16 bits round the Linear's result, and lose more.
+template <class T, int kGroup, int V>
+FXFUSE_INLINE Floats<V> load_linear_bias(const LinearForward& p, int channel) {
+  const auto bias = load_or<T, V>(p.linear_bias, channel, p.channels, 0);
+  Floats<V> result;
+#pragma unroll
+  for (int j = 0; j < V; ++j) result.values[j] = bias.at(j);
+  if constexpr (sizeof(T) == 4) {
+    if (p.linear_bias != nullptr && channel < p.channels) {
+      const T first = static_cast<const T*>(p.linear_bias)[channel / kGroup * kGroup];
+#pragma unroll
+      for (float& value : result.values) value -= first;
+    }
+  }
+  return result;
+}
+
+// The sums of a lane in one span of columns.
+template <class O, class Bias>
+FXFUSE_INLINE void begin_with(float (&c)[kSums], int span, const Bias& bias) {
 #pragma unroll
   for (int j = 0; j < Columns<O>::kOwn; ++j) {
     c[Columns<O>::index(span, 0, j)] = c[Columns<O>::index(span, 1, j)] = bias.at(j);
@@ -153,12 +177,8 @@ struct DistantAffine {
   const LinearForward& p;
   int first;  // column of the block
 
-  struct Four {
-    float values[4];
-    FXFUSE_INLINE float at(int j) const { return values[j]; }
-  };
   struct Values {
-    Four weight, bias;
+    Floats<4> weight, bias;
   };
   FXFUSE_INLINE Values load(int column) const {
     Values v;

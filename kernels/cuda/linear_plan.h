@@ -45,7 +45,7 @@
 namespace fxfuse::cuda {
 
 constexpr int kTileColumns = 256;  // of the output, of a block
-constexpr int kStepColumns = 64;   // of x and W: 128 bytes
+constexpr int kStepBytes = 128;    // of rows of x and W
 
 // How both kernels cut up a problem.
 struct LinearTiling {
@@ -83,14 +83,16 @@ struct LinearPlan {
  private:
   const char* choose(const LinearForward& p, bool judged) {
     if (!gpu.wgmma) return "the GPU, or what the library was built for, is not Hopper";
-    if (p.dtype != kHalf && p.dtype != kBFloat16) return "the dtype is not a 16-bit one";
+    if (p.dtype == kDouble) return "the dtype is float64";
+    if (p.dtype == kFloat && !p.tf32) return "float32 without TF32";
     if (p.output_dtype == p.dtype && p.affine_dtype != p.dtype) return "weight and bias are wider";
     if (!is_bounded(p)) return "the activation takes more than bounds";
     const int64_t size = p.channels / p.num_groups;
     if (size != 32 && size != 64 && size != 128 && size != 256 && size != 512) {
       return "groups are not of 32, 64, 128, 256 or 512 channels";
     }
-    if (p.features % 8 != 0) return "rows are not whole units of 16 bytes";
+    const int element = static_cast<int>(element_size(p.dtype)), step = kStepBytes / element;
+    if (p.features * element % 16 != 0) return "rows are not whole units of 16 bytes";
     if (!aligned(p.input, p.linear_weight, p.linear_bias, p.weight, p.bias, p.output)) {
       return "a tensor is not aligned to 16 bytes";
     }
@@ -98,12 +100,12 @@ struct LinearPlan {
     if (p.batch < 1 || p.features < 1) return "the input is empty";
     if (p.batch > kMost || p.channels > kMost || p.features > kMost) return "a size is too large";
     group = static_cast<int>(size);
-    const bool stays = p.features <= 4 * kStepColumns, pair = group > kTileColumns;
+    const bool stays = p.features <= 4 * step, pair = group > kTileColumns;
     const int64_t rows = stays ? 64 : pair ? 128 : 256, columns = pair ? 512 : 256;
     const int64_t row_tiles = ceil_div(p.batch, rows), column_tiles = ceil_div(p.channels, columns);
     if (row_tiles * column_tiles > kMost) return "a size is too large";
     cluster = stays && !pair ? 1 : 2;
-    tiling.steps = static_cast<int>(ceil_div(p.features, kStepColumns));
+    tiling.steps = static_cast<int>(ceil_div(p.features, step));
     tiling.row_tiles = static_cast<int>(row_tiles);
     tiling.column_tiles = static_cast<int>(column_tiles);
     tiling.tiles = static_cast<int>(row_tiles * column_tiles);
