@@ -91,50 +91,32 @@ struct Bounds<float> {
 
 // ---- parameters ---------------------------------------------------------------------------------
 
-// V values from `channel` on, `otherwise` where there are none.
-template <class T, int V>
-FXFUSE_INLINE Loaded<T, V> load_or(const void* values, int64_t channel, int64_t channels,
-                                   float otherwise) {
-  if (values != nullptr && channel < channels) {
-    return load<T, V>(static_cast<const T*>(values) + channel);
-  }
-  Vector<T, V> same;
-#pragma unroll
-  for (T& value : same.at) value = static_cast<T>(otherwise);
-  Loaded<T, V> result;
-  memcpy(&result, &same, sizeof(result));
-  return result;
-}
-
-template <int V>
-struct Floats {
-  float values[V];
-  FXFUSE_INLINE float at(int j) const { return values[j]; }
-};
-
 // What the sums of the V columns from `channel` on begin with: the Linear's bias.  Of floats, that
 // of the group's first column is taken off, which a norm does not see: a large one would cost the
 // sums digits with every product, of which the two operators, that add it last, lose none.  Those
 // of 16 bits round the Linear's result, and lose more.
 template <class T, int kGroup, int V>
-FXFUSE_INLINE Floats<V> load_linear_bias(const LinearForward& p, int channel) {
-  const auto bias = load_or<T, V>(p.linear_bias, channel, p.channels, 0);
-  Floats<V> result;
-#pragma unroll
-  for (int j = 0; j < V; ++j) result.values[j] = bias.at(j);
+FXFUSE_INLINE Loaded<T, V> load_linear_bias(const LinearForward& p, int channel) {
+  Loaded<T, V> bias = {};
+  // Tiles of whole groups have all their columns.
+  if (p.linear_bias == nullptr || (kGroup < kTileColumns && channel >= p.channels)) return bias;
+  const T* const from = static_cast<const T*>(p.linear_bias);
+  bias = load<T, V>(from + channel);
   if constexpr (sizeof(T) == 4) {
-    if (p.linear_bias != nullptr && channel < p.channels) {
-      const T first = static_cast<const T*>(p.linear_bias)[channel / kGroup * kGroup];
+    Vector<T, V> values;
+    memcpy(&values, &bias, sizeof(bias));
+    const T first = from[channel / kGroup * kGroup];
 #pragma unroll
-      for (float& value : result.values) value -= first;
-    }
+    for (T& value : values.at) value -= first;
+    memcpy(&bias, &values, sizeof(bias));
   }
-  return result;
+  return bias;
 }
 
 // The sums of a lane in one span of columns.
-template <class O, class Bias>
-FXFUSE_INLINE void begin_with(float (&c)[kSums], int span, const Bias& bias) {
+template <class O, class T>
+FXFUSE_INLINE void begin_with(float (&c)[kSums], int span,
+                              const Loaded<T, Columns<O>::kOwn>& bias) {
 #pragma unroll
   for (int j = 0; j < Columns<O>::kOwn; ++j) {
     c[Columns<O>::index(span, 0, j)] = c[Columns<O>::index(span, 1, j)] = bias.at(j);
@@ -177,8 +159,12 @@ struct DistantAffine {
   const LinearForward& p;
   int first;  // column of the block
 
+  struct Four {
+    float values[4];
+    FXFUSE_INLINE float at(int j) const { return values[j]; }
+  };
   struct Values {
-    Floats<4> weight, bias;
+    Four weight, bias;
   };
   FXFUSE_INLINE Values load(int column) const {
     Values v;

@@ -108,18 +108,14 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
       if (threadIdx.x < 64) {
         const bool first = threadIdx.x < 32;
         const int channel = column + 8 * lane;
-        if constexpr (sizeof(O) == sizeof(T)) {
-          reinterpret_cast<Loaded<T, 8>*>(first ? shared.weight : shared.bias)[lane] =
-              load_or<T, 8>(first ? p.weight : p.bias, channel, p.channels, first ? 1.f : 0.f);
-        } else {
-          float values[8] = {};
-          if (channel < p.channels) {
-            load_channels<T>(first ? p.weight : p.bias, affine_is_wide(p), channel,
-                             first ? 1.f : 0.f, values);
-          }
-          for (int k = 0; k < 8; ++k)
-            (first ? shared.weight : shared.bias)[8 * lane + k] = values[k];
+        float values[8] = {};
+        if (channel < p.channels) {
+          load_channels<T>(first ? p.weight : p.bias, affine_is_wide(p), channel, first ? 1.f : 0.f,
+                           values);
         }
+        O* const staged = (first ? shared.weight : shared.bias) + 8 * lane;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) staged[k] = static_cast<O>(values[k]);
       }
       __syncthreads();
     } else {
@@ -132,7 +128,7 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
 #pragma unroll
       for (int span = 0; span < C::kSpans; ++span) {
         const int channel = column + C::kSpan * span + lane % 4 * C::kOwn;
-        begin_with<O>(c, span, load_linear_bias<T, kGroup, C::kOwn>(p, channel));
+        begin_with<O, T>(c, span, load_linear_bias<T, kGroup, C::kOwn>(p, channel));
       }
       pin(c);
       shared.next[four].wait(turn % 2 ^ (four == 0));

@@ -124,14 +124,15 @@ __global__ void __launch_bounds__(kTilesThreads, 1)
         if (channel < p.channels) load_affine<T, 8>(p, channel, weight, bias);
         shared.used[i].wait(turn / 2 % 2 ^ 1);
         if constexpr (Memory::kMultiplied) {
+          T values[8];
+          memcpy(values, &linear_bias, sizeof(values));
 #pragma unroll
           for (int k = 0; k < 8; ++k) {
-            shared.linear_bias[i][C::place(8 * lane + k) * 8] = static_cast<T>(linear_bias.at(k));
+            shared.linear_bias[i][C::place(8 * lane + k) * 8] = values[k];
           }
           fence_for_products();
         } else {
-#pragma unroll
-          for (int k = 0; k < 8; ++k) shared.linear_bias[i][8 * lane + k] = linear_bias.at(k);
+          reinterpret_cast<Loaded<T, 8>*>(shared.linear_bias[i])[lane] = linear_bias;
         }
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kTilesThreads, 1)
 #pragma unroll
         for (int span = 0; span < C::kSpans; ++span) {
           const T* bias = shared.linear_bias[i] + C::kSpan * span + lane % 4 * C::kOwn;
-          begin_with<O>(c, span, load<T, C::kOwn>(bias));
+          begin_with<O, T>(c, span, load<T, C::kOwn>(bias));
         }
         pin(c);
       }
