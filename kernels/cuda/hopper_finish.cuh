@@ -92,22 +92,22 @@ struct Bounds<float> {
 // ---- parameters ---------------------------------------------------------------------------------
 
 // What the sums of the V columns from `channel` on begin with: the Linear's bias.  Of floats, that
-// of the group's first column is taken off, which a norm does not see: a large one would cost the
+// of their group's first column is taken off, which a norm does not see: a large one would cost the
 // sums digits with every product, of which the two operators, that add it last, lose none.  Those
 // of 16 bits round the Linear's result, and lose more.
 template <class T, int kGroup, int V>
-FXFUSE_INLINE Loaded<T, V> load_linear_bias(const LinearForward& p, int channel) {
+FXFUSE_INLINE Loaded<T, V> load_linear_bias(const LinearForward& p, int channel, int first) {
   Loaded<T, V> bias = {};
-  // Tiles of whole groups have all their columns.
-  if (p.linear_bias == nullptr || (kGroup < kTileColumns && channel >= p.channels)) return bias;
+  // Pairs of tiles with one group have all their columns.
+  if (p.linear_bias == nullptr || (kGroup <= kTileColumns && channel >= p.channels)) return bias;
   const T* const from = static_cast<const T*>(p.linear_bias);
   bias = load<T, V>(from + channel);
   if constexpr (sizeof(T) == 4) {
     Vector<T, V> values;
     memcpy(&values, &bias, sizeof(bias));
-    const T first = from[channel / kGroup * kGroup];
+    const T taken_off = from[first];
 #pragma unroll
-    for (T& value : values.at) value -= first;
+    for (T& value : values.at) value -= taken_off;
     memcpy(&bias, &values, sizeof(bias));
   }
   return bias;

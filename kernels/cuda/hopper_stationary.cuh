@@ -122,13 +122,15 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
       DistantAffine<T>{p, column}.prefetch();
     }
     shared.filled.wait(columns % 2);
+    const int first_column = column / kGroup * kGroup;  // of a group
     const bool idle = tile >= to;
     for (; tile < to; tile += kTurns, ++turn) {
       // The sums begin with the bias, ahead of this tile's turn.
 #pragma unroll
       for (int span = 0; span < C::kSpans; ++span) {
         const int channel = column + C::kSpan * span + lane % 4 * C::kOwn;
-        begin_with<O, T>(c, span, load_linear_bias<T, kGroup, C::kOwn>(p, channel));
+        const int first = first_column + C::kSpan * span / kGroup * kGroup;
+        begin_with<O, T>(c, span, load_linear_bias<T, kGroup, C::kOwn>(p, channel, first));
       }
       pin(c);
       shared.next[four].wait(turn % 2 ^ (four == 0));

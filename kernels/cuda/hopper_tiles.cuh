@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kTilesThreads, 1)
         place(tile, row, column);
         const int i = turn % 2;
         const int channel = column + 8 * lane;
-        const auto linear_bias = load_linear_bias<T, kGroup, 8>(p, channel);
+        const auto linear_bias =
+            load_linear_bias<T, kGroup, 8>(p, channel, channel / kGroup * kGroup);
         float weight[8] = {}, bias[8] = {};
         if (channel < p.channels) load_affine<T, 8>(p, channel, weight, bias);
         shared.used[i].wait(turn / 2 % 2 ^ 1);
