@@ -5,6 +5,9 @@
 //   stationary   <= 256     x in tiles, W stays            hopper_stationary.cuh
 //   none         all else   the Linear alone, and then the kernels of forward_plan.h
 //
+// In 16 bits, or in float where its products may be of TF32: then stationary up to K = 128, for
+// which rows are as long in memory.
+//
 // The time of the Linear alone in us, and of both ways as multiples of it, for bfloat16 with a cold
 // L2 cache, in turn (H200, torch 2.11, 2026-11-30):
 //
@@ -39,6 +42,9 @@
 //
 // W stays, and there are few tiles of 64 x 256: with 32, (512, 256) to 1024, 9.8 against 10.4 with
 // two kernels, in float32 10.6 against 10.5; with 16, (256, 256) to 1024, 9.8 and 9.8.
+//
+// Float with TF32 follows the rules of 16 bits, not measured yet: both the product and the kernel
+// behind it take twice as long there.
 #pragma once
 #include "plan.h"
 
@@ -83,7 +89,7 @@ struct LinearPlan {
  private:
   const char* choose(const LinearForward& p, bool judged) {
     if (!gpu.wgmma) return "the GPU, or what the library was built for, is not Hopper";
-    if (p.dtype == kDouble) return "the dtype is float64";
+    if (p.dtype == kDouble) return "the dtype is neither float32 nor a 16-bit one";
     if (p.dtype == kFloat && !p.tf32) return "float32 without TF32";
     if (p.output_dtype == p.dtype && p.affine_dtype != p.dtype) return "weight and bias are wider";
     if (!is_bounded(p)) return "the activation takes more than bounds";
@@ -132,6 +138,10 @@ struct LinearPlan {
       return "too much of the GPU would be idle, or in tiles that are not full";
     }
     way = stays ? Way::kStationary : Way::kTiles;
+    if (p.dtype == kFloat) {
+      return stays ? "in TF32, W stays in shared memory"
+                   : "in TF32, x and W go through shared memory";
+    }
     return stays ? "W stays in shared memory" : "x and W go through shared memory";
   }
 
