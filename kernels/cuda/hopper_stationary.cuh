@@ -1,4 +1,5 @@
-// Linear, GroupNorm and activation in one kernel, for products that are short (K <= 256).
+// Linear, GroupNorm and activation in one kernel, for products that are short (K <= 256; of
+// floats, K <= 128).
 //
 // Idea.  With few columns to multiply, a tile's end takes longer than its product, so the two must
 // overlap; and the 256 rows of W that make 256 columns of the output fit in shared memory, so that

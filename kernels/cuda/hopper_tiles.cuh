@@ -1,4 +1,5 @@
-// Linear, GroupNorm and activation in one kernel, for products that are long (K > 256).
+// Linear, GroupNorm and activation in one kernel, for products that are long (K > 256; of floats,
+// K > 128).
 //
 // Idea.  The matrix product of 128 x 256 tiles as the best libraries have it, with the norm in its
 // end: the sums of a tile are whole groups, or halves of them, and never leave the registers before
