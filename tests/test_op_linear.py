@@ -8,6 +8,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -777,6 +780,22 @@ def test_tf32_is_taken_where_torch_allows_it_in_that_call(setting: str) -> None:
             assert deviation(function(x), right)[1] < 1e-4, door
     finally:
         SETTINGS["allow_tf32"](False)
+
+
+@needs_hopper
+def test_the_switch_of_the_cuda_libraries_forbids_tf32_too() -> None:
+    program = """
+import torch
+from fxfuse import ops
+torch.backends.cuda.matmul.allow_tf32 = True
+cuda = torch.device("cuda")
+print(ops.linear_kernel(4096, 4096, 4096, 32, "relu", dtype=torch.float32, device=cuda))
+"""
+    for override, reason in (("0", "float32 without TF32"), ("1", "in TF32, ")):
+        environment = os.environ | {"NVIDIA_TF32_OVERRIDE": override}
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert reason in run.stdout
 
 
 @needs_hopper
