@@ -282,7 +282,8 @@ def linear_group_norm_activation(
     The same as :func:`torch.nn.functional.linear` followed by :func:`group_norm_activation`, which
     are also what runs, except where no gradient is asked for and one kernel is faster than two: see
     ``kernels/cuda/linear_plan.h``. That kernel does not round what lies between the two to the
-    input's dtype.
+    input's dtype. It multiplies float32 as TF32, and only in calls for which torch allows that
+    (``torch.backends.cuda.matmul``).
 
     Args:
         input: ``(N, in_features)``, or ``(N, C, *, in_features)``, floating-point.
@@ -395,7 +396,8 @@ def linear_kernel(
         out_features: Of the Linear.
         num_groups: Of the GroupNorm.
         activation: Its name.
-        dtype: Of the input and the Linear's parameters.
+        dtype: Of the input and the Linear's parameters. float32 only where torch lets matmuls use
+            TF32, as it is set now.
         device: Of the input.
         output_dtype: Of the result; None for `dtype`.
         affine_dtype: Of the GroupNorm's parameters; None for `dtype`.

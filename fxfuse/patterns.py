@@ -278,29 +278,37 @@ def _choose_kernel(
     if weight is None or (result is None and not weight.is_cuda):
         return LinearChoice(linear, True, "")  # it may be moved yet
     out_features, in_features = weight.shape
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    dtype, rows, output_dtype = weight.dtype if half else torch.bfloat16, 1 << 20, None
+    rows: object = 1 << 20
+    ways: list[tuple[torch.dtype, torch.dtype | None]] = [(weight.dtype, None)]  # and the result's
     if result is not None:
         if result.dim() != 2:
             return LinearChoice(linear, False, "its result has not two dimensions")
-        dtype, rows = result.dtype, nodes.hint(result.shape[0])
         whole = nodes.value(call)
-        output_dtype = None if whole is None else whole.dtype
+        rows = nodes.hint(result.shape[0])
+        ways = [(result.dtype, None if whole is None else whole.dtype)]
+    elif weight.dtype == torch.float32:
+        ways.append((torch.bfloat16, torch.float32))  # under autocast
     if not all(type(n) is int for n in (rows, in_features, out_features)):
         return LinearChoice(linear, True, "")
     if out_features % num_groups or (affine is not None and affine.numel() != out_features):
         return LinearChoice(linear, False, "its result has not two dimensions")  # or it raises
-    served, reason = ops.linear_kernel(
-        rows,
-        in_features,
-        out_features,
-        num_groups,
-        cast(str, call.kwargs["activation"]),
-        dtype=dtype,
-        device=weight.device,
-        output_dtype=output_dtype,
-        affine_dtype=None if affine is None else affine.dtype,
-    )
+    answers = [
+        ops.linear_kernel(
+            cast(int, rows),
+            in_features,
+            out_features,
+            num_groups,
+            cast(str, call.kwargs["activation"]),
+            dtype=dtype,
+            device=weight.device,
+            output_dtype=output_dtype,
+            affine_dtype=None if affine is None else affine.dtype,
+        )
+        for dtype, output_dtype in ways
+    ]
+    (served, reason), (served_in_16_bits, in_16_bits) = answers[0], answers[-1]
+    if not served and served_in_16_bits:
+        return LinearChoice(linear, True, f"only under autocast ({reason}), {in_16_bits}")
     return LinearChoice(linear, served, reason)
 
 

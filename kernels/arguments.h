@@ -2,6 +2,8 @@
 // result are decided, and tensors become the Problem that a device's kernel is asked.
 #pragma once
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <c10/util/env.h>
 
 #include <cmath>
 #include <limits>
@@ -285,7 +287,16 @@ inline Operands fill(Problem& p, const Tensor& input, int64_t num_groups, const 
   return o;
 }
 
-// Of contiguous 16-bit rows, for a result of their dtype or float32.
+// Whether the products of float32 matrices on CUDA may be of TF32: torch's setting, in whichever
+// way it was set last, as its own products read it with every call, and that of the CUDA libraries.
+inline bool allows_tf32() {
+  static const bool overridden = c10::utils::check_env("NVIDIA_TF32_OVERRIDE") == false;
+  return !overridden && !at::NoTF32Guard::should_disable_tf32() &&
+         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32;
+}
+
+// Of contiguous rows, for a result of their dtype or float32.
 inline Operands fill_linear(LinearForward& p, const Tensor& input, const Tensor& linear_weight,
                             const MaybeTensor& linear_bias, int64_t num_groups,
                             const MaybeTensor& weight, const MaybeTensor& bias, double eps,
@@ -297,6 +308,7 @@ inline Operands fill_linear(LinearForward& p, const Tensor& input, const Tensor&
   p.channels = linear_weight.size(0);
   p.spatial = 1;
   p.features = input.size(1);
+  p.tf32 = allows_tf32();
   fill_rest(p, o, input.scalar_type(), num_groups, weight, bias, eps, activation);
   p.output_dtype = to_dtype(output_dtype);
   p.linear_weight = linear_weight.const_data_ptr();

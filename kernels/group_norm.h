@@ -63,6 +63,7 @@ struct Forward : Problem {
 // for each row of x, which are in no memory.  spatial is 1, and `input` is x, (batch, features).
 struct LinearForward : Problem {
   int64_t features;
+  bool tf32;                  // whether the products of floats may be of TF32
   const void* linear_weight;  // W, (channels, features), of dtype
   const void* linear_bias;    // b, (channels), of dtype, or null for 0
   void* output;               // (batch, channels)

@@ -409,7 +409,7 @@ Tensor linear_cuda(const Tensor& input, const Tensor& linear_weight, const Maybe
   const bool in_rows = input.dim() == 2 && input.is_contiguous() && linear_weight.is_contiguous() &&
                        (!defined(linear_bias) || linear_bias->is_contiguous());
   const bool writes = output_dtype == at::kFloat || output_dtype == input.scalar_type();
-  if (in_rows && writes && is_half_type(input.scalar_type()) && has_kernel(input)) {
+  if (in_rows && writes && has_kernel(input)) {
     LinearForward p{};
     const Operands operands = fill_linear(p, input, linear_weight, linear_bias, num_groups, weight,
                                           bias, eps, f, output_dtype);
@@ -438,7 +438,9 @@ std::tuple<bool, std::string> linear_kernel(int64_t rows, int64_t in_features, i
               in_features, ", ", out_features, " in ", num_groups);
 #ifdef FXFUSE_CUDA
   if (!device.is_cuda()) return {false, "it is not on a GPU"};
-  if (!is_half_type(dtype)) return {false, "the dtype is not a 16-bit one"};
+  if (dtype != at::kFloat && !is_half_type(dtype)) {
+    return {false, "the dtype is neither float32 nor a 16-bit one"};
+  }
   if (output_dtype != dtype && output_dtype != at::kFloat) return {false, "the result is rounded"};
   LinearForward p{};
   p.device = device.has_index() ? device.index() : 0;
@@ -446,6 +448,7 @@ std::tuple<bool, std::string> linear_kernel(int64_t rows, int64_t in_features, i
   p.channels = out_features;
   p.spatial = 1;
   p.features = in_features;
+  p.tf32 = allows_tf32();
   p.num_groups = num_groups;
   p.activation = row.functor;
   p.dtype = to_dtype(dtype);

@@ -169,10 +169,11 @@ const char* fault(const LinearForward& p, const LinearPlan& plan) {
   if (plan.way == Way::kNone) return nullptr;
   const LinearTiling& t = plan.tiling;
   const bool stays = plan.way == Way::kStationary;
-  MUST(plan.gpu.wgmma && (p.dtype == kHalf || p.dtype == kBFloat16));
+  const int64_t element = element_size(p.dtype);
+  MUST(plan.gpu.wgmma && (p.dtype == kFloat ? p.tf32 : element == 2));
   MUST(p.output_dtype == kFloat || p.affine_dtype == p.dtype);
   MUST(aligned(p.input, p.linear_weight, p.linear_bias, p.weight, p.bias));
-  MUST(p.features % 8 == 0 && p.channels % 32 == 0);
+  MUST(p.features * element % 16 == 0 && p.channels % 32 == 0);
   MUST(int64_t(plan.group) * p.num_groups == p.channels && 512 % plan.group == 0);
   // Whole groups in the columns of a cluster, and all of the output in its tiles.
   const bool pair = plan.group > kTileColumns;
@@ -180,7 +181,7 @@ const char* fault(const LinearForward& p, const LinearPlan& plan) {
   MUST(plan.cluster == (stays && !pair ? 1 : 2));
   MUST(columns % plan.group == 0 && t.column_tiles * columns >= p.channels);
   MUST(t.row_tiles * rows >= p.batch && int64_t(t.row_tiles) * t.column_tiles == t.tiles);
-  MUST(int64_t(t.steps) * kStepColumns >= p.features && (!stays || t.steps <= 4));
+  MUST(t.steps * kStepBytes >= p.features * element && (!stays || t.steps <= 4));
   MUST(t.band >= 1 && plan.clusters >= 1 && plan.clusters <= t.tiles);
   MUST(int64_t(plan.clusters) <= plan.gpu.resident(plan.cluster, 1));
   return nullptr;

@@ -1274,6 +1274,33 @@ def test_channels_that_are_not_the_linear_s(monkeypatch: pytest.MonkeyPatch, aff
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_float32_linear_is_taken_in_for_tf32_or_for_autocast(
+    monkeypatch: pytest.MonkeyPatch, tf32: bool, autocast: bool
+) -> None:
+    def linear_kernel(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        if kwargs["dtype"] == torch.float32:
+            return tf32, "in TF32" if tf32 else "float32 without TF32"
+        assert (kwargs["dtype"], kwargs["output_dtype"]) == (torch.bfloat16, torch.float32)
+        return autocast, "W stays" if autocast else "there are too few rows"
+
+    monkeypatch.setattr(ops, "linear_kernel", linear_kernel)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    fused = trace(nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(2, 4), nn.ReLU()))
+    (site,) = fuse(fused).sites
+    if tf32:
+        assert site.reason.endswith("one kernel computes the Linear as well: in TF32.")
+    elif autocast:
+        reason = "only under autocast (float32 without TF32), W stays."
+        assert site.reason.endswith(f"one kernel computes the Linear as well: {reason}")
+    else:
+        assert site.reason.endswith("a kernel of its own: float32 without TF32.")
+    taken = any(n.target is ops.linear_group_norm_activation for n in fused.graph.nodes)
+    assert taken == (tf32 or autocast)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_our_functions_in_a_graph_of_someone_else() -> None:
     def function(x: Tensor, weight: Tensor, scale: Tensor, bound: Any, groups: Any) -> Tensor:
         y = F.relu(F.group_norm(x, 2))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -643,6 +647,25 @@ def kernels(function: Callable[[], object]) -> list[str]:
     return [event.name for event in profile.events()]
 
 
+SETTINGS: dict[str, Callable[[bool], None]] = {
+    "allow_tf32": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+    "set_float32_matmul_precision": lambda on: torch.set_float32_matmul_precision(
+        "high" if on else "highest"
+    ),
+    "fp32_precision": lambda on: setattr(
+        torch.backends.cuda.matmul, "fp32_precision", "tf32" if on else "ieee"
+    ),
+}
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """PyTorch allows it for matmuls."""
+    SETTINGS["allow_tf32"](True)
+    yield
+    SETTINGS["allow_tf32"](False)
+
+
 def on_hopper(
     kernel: str, group: int, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
 ) -> LinearProblem:
@@ -704,14 +727,87 @@ def test_one_kernel_keeps_the_contract(
     check_contract(Answer(output[rows].cpu()), Answer(theirs[rows].cpu()), right)
 
 
+def deviation(output: Tensor, right: Tensor) -> Tensor:
+    """The root of the mean square, and the largest."""
+    difference = output.double() - right
+    return torch.stack([difference.square().mean().sqrt(), difference.abs().max()])
+
+
 @needs_hopper
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("kernel", SIZES)
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 512])
+@pytest.mark.parametrize("mean", [0.0, 1e5])
+def test_tf32_is_as_exact_as_eager_s(kernel: str, group: int, mean: float) -> None:
+    """Both round the same products; in which group which of the two is nearer is chance."""
+    problem = on_hopper(kernel, group, torch.float32, activation="identity", params=(), mean=mean)
+    number = [32, 64, 128, 256, 512].index(group)
+    missing = [(), (2,), (3,), (4,), (2, 3, 4)][number]
+    operands = [None if i in missing else t for i, t in enumerate(problem.tensors("cuda"))]
+    assert any(kernel in name for name in kernels(lambda: problem.ours(*operands)))
+    output = problem.ours(*operands)
+    assert torch.equal(output, problem.ours(*operands))
+    right = problem.eager(*(None if t is None else t.double() for t in operands))
+    ours, theirs = deviation(output, right), deviation(problem.eager(*operands), right)
+    assert (ours <= torch.tensor([1.05, 1.5], device="cuda") * theirs).all(), (ours, theirs)
+
+
+@needs_hopper
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tf32_is_taken_where_torch_allows_it_in_that_call(setting: str) -> None:
+    layers = nn.Linear(328, 1088), nn.GroupNorm(34, 1088), nn.Hardtanh(-3, 3)
+    model = nn.Sequential(*layers).cuda().requires_grad_(False)
+    x = torch.randn(3001, 328, device="cuda")
+    right = copy.deepcopy(model).double()(x.double())
+    try:
+        SETTINGS[setting](True)
+        doors = list(fused_by_every_door(model, x))
+        for door, _, report in doors:
+            (site,) = report.sites
+            assert "the Linear as well: in TF32, " in site.reason, door
+        for allowed in (True, False, True):
+            SETTINGS[setting](allowed)
+            for door, function, _ in doors:
+                names = kernels(functools.partial(function, x))
+                assert any("linear_tiles" in name for name in names) == allowed, (door, allowed)
+                error = deviation(function(x), right)[1]
+                assert (error < 1e-4) != allowed, (door, allowed, error)
+                assert error < 2e-2, (door, allowed, error)
+        SETTINGS[setting](False)
+        for door, function, report in fused_by_every_door(model, x):
+            (site,) = report.sites
+            assert "float32 without TF32" in site.reason, door
+            assert deviation(function(x), right)[1] < 1e-4, door
+    finally:
+        SETTINGS["allow_tf32"](False)
+
+
+@needs_hopper
+def test_the_switch_of_the_cuda_libraries_forbids_tf32_too() -> None:
+    program = """
+import torch
+from fxfuse import ops
+torch.backends.cuda.matmul.allow_tf32 = True
+cuda = torch.device("cuda")
+print(ops.linear_kernel(4096, 4096, 4096, 32, "relu", dtype=torch.float32, device=cuda))
+"""
+    for override, reason in (("0", "float32 without TF32"), ("1", "in TF32, ")):
+        environment = os.environ | {"NVIDIA_TF32_OVERRIDE": override}
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert reason in run.stdout
+
+
+@needs_hopper
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("kernel", SIZES)
 @pytest.mark.parametrize("group", [32, 128, 512])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_case_27_a_value_that_is_no_number_poisons_its_row(
-    kernel: str, group: int, value: float
+    kernel: str, group: int, value: float, dtype: torch.dtype
 ) -> None:
-    problem = on_hopper(kernel, group)
+    problem = on_hopper(kernel, group, dtype)
     operands = problem.tensors("cuda")
     expected = problem.ours(*operands)
     x = operands[0]
@@ -724,10 +820,12 @@ def test_case_27_a_value_that_is_no_number_poisons_its_row(
 
 
 @needs_hopper
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("kernel", SIZES)
 @pytest.mark.parametrize("group", [32, 128, 512])
-def test_case_23_a_constant_group_is_the_bias(kernel: str, group: int) -> None:
-    problem = on_hopper(kernel, group, activation="identity", params=())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_case_23_a_constant_group_is_the_bias(kernel: str, group: int, dtype: torch.dtype) -> None:
+    problem = on_hopper(kernel, group, dtype, activation="identity", params=())
     operands = problem.tensors("cuda")
     _, linear_weight, linear_bias, _, bias = operands
     assert linear_weight is not None
@@ -784,13 +882,15 @@ def fused_by_every_door(
 
 
 @needs_hopper
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("kernel", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.no_grad()
-def test_every_door_leads_to_the_kernel_and_says_so(kernel: str) -> None:
+def test_every_door_leads_to_the_kernel_and_says_so(kernel: str, dtype: torch.dtype) -> None:
     m, k, n = SIZES[kernel]
     layers = nn.Linear(k, n), nn.GroupNorm(n // 32, n), nn.Hardtanh(-0.5, 0.5)
-    model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    model = nn.Sequential(*layers).to("cuda", dtype)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
     served, reason = ops.linear_kernel(m, k, n, n // 32, "hardtanh", dtype=x.dtype, device=x.device)
     assert served
     expected = torch.ops.fxfuse.linear_group_norm_activation(

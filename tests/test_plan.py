@@ -85,6 +85,7 @@ class LinearForward(ctypes.Structure):
     _fields_ = [
         *_PROBLEM,
         ("features", ctypes.c_int64),
+        ("tf32", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("linear_weight", "linear_bias", "output")),
     ]
 
@@ -310,13 +311,14 @@ def linear(
     output: torch.dtype | None = None,
     affine: torch.dtype | None = None,
     activation: int = 1,  # hardtanh
+    tf32: bool = True,
     address: int = ALIGNED,
 ) -> tuple[str, str]:
     """The name of the plan for (M, K, N) and groups of that size, and its reason."""
     problem = LinearForward()
     problem.batch, problem.features, problem.channels = sizes
     problem.spatial, problem.num_groups, problem.eps = 1, sizes[2] // group, 1e-5
-    problem.activation = activation
+    problem.activation, problem.tf32 = activation, tf32
     problem.dtype = DTYPES[dtype]
     problem.output_dtype = DTYPES[output or dtype]
     problem.affine_dtype = DTYPES[affine or dtype]
@@ -358,10 +360,31 @@ def test_a_linear_is_in_the_kernel_where_that_was_faster(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ((65536, 8192, 1024), "tiles"),
+        ((65536, 132, 1024), "tiles"),
+        ((65536, 128, 1024), "stationary"),
+        ((65536, 4, 1024), "stationary"),
+        ((64, 128, 1024), "none"),
+    ],
+)
+def test_floats_are_multiplied_as_tf32_where_they_may_be(
+    plans: ctypes.CDLL, sizes: tuple[int, int, int], name: str
+) -> None:
+    found, reason = linear(plans, GPUS["H200"], sizes, 128, torch.float32)
+    assert found == name
+    assert reason.startswith("in TF32, ") == (name != "none")
+    strict = linear(plans, GPUS["H200"], sizes, 128, torch.float32, tf32=False)
+    assert strict == ("none", "float32 without TF32")
+
+
+@pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        ({"dtype": torch.float64}, "not a 16-bit one"),
-        ({"dtype": torch.float32}, "not a 16-bit one"),
+        ({"dtype": torch.float64}, "neither float32 nor a 16-bit one"),
+        ({"dtype": torch.float32, "tf32": False}, "float32 without TF32"),
+        ({"dtype": torch.float32, "sizes": (3072, 1026, 3072)}, "units of 16 bytes"),
         ({"group": 48}, "groups are not of"),
         ({"group": 1024}, "groups are not of"),
         ({"sizes": (3072, 1028, 3072)}, "units of 16 bytes"),
@@ -395,6 +418,7 @@ def test_what_the_kernel_of_a_linear_does_not_take(
     group=st.sampled_from([8, 32, 33, 64, 96, 128, 256, 512, 1024]),
     dtype=st.sampled_from(list(DTYPES)),
     wide=st.booleans(),
+    tf32=st.booleans(),
     which=st.sampled_from(list(GPUS)),
 )
 def test_every_linear_has_a_plan_that_its_kernel_can_keep(
@@ -405,10 +429,13 @@ def test_every_linear_has_a_plan_that_its_kernel_can_keep(
     group: int,
     dtype: torch.dtype,
     wide: bool,
+    tf32: bool,
     which: str,
 ) -> None:
     wider = torch.float32 if wide and dtype.itemsize == 2 else dtype
     sizes = rows, features, groups * group
-    name, reason = linear(plans, GPUS[which], sizes, group, dtype, output=wider, affine=wider)
+    name, reason = linear(
+        plans, GPUS[which], sizes, group, dtype, output=wider, affine=wider, tf32=tf32
+    )
     assert name in ("none", "tiles", "stationary")
     assert reason

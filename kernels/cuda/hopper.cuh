@@ -96,7 +96,7 @@ constexpr int kSums = 128;
       FXFUSE_8(56), FXFUSE_8(64), FXFUSE_8(72), FXFUSE_8(80), FXFUSE_8(88), FXFUSE_8(96),         \
       FXFUSE_8(104), FXFUSE_8(112), FXFUSE_8(120)
 
-// add: c += a b^T over 16 columns of the operands, of which a has 64 rows and b
+// add: c += a b^T over kColumns columns, 32 bytes, of the operands, of which a has 64 rows and b
 // 256. begin_with_column: c = b's first column in every row; the other columns meet zeros.
 template <class T>
 struct Products;
@@ -104,6 +104,7 @@ struct Products;
 #define FXFUSE_PRODUCTS(T, type, one)                                                           \
   template <>                                                                                   \
   struct Products<T> {                                                                          \
+    static constexpr int kColumns = 16;                                                         \
     static FXFUSE_INLINE void add(float (&c)[kSums], uint64_t a, uint64_t b) {                  \
       asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " " FXFUSE_SUMS \
                    ", %128, %129, 1, 1, 1, 0, 0;"                                               \
@@ -125,6 +126,17 @@ struct Products;
   }
 FXFUSE_PRODUCTS(__nv_bfloat16, "bf16", 0x3f80u);
 FXFUSE_PRODUCTS(__half, "f16", 0x3c00u);
+// TF32: of the 23 digits of a float the products see 10, to which the copy has rounded them.
+template <>
+struct Products<float> {
+  static constexpr int kColumns = 8;
+  static FXFUSE_INLINE void add(float (&c)[kSums], uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k8.f32.tf32.tf32 " FXFUSE_SUMS
+                 ", %128, %129, 1, 1, 1;"
+                 : FXFUSE_ALL_SUMS
+                 : "l"(a), "l"(b));
+  }
+};
 #undef FXFUSE_PRODUCTS
 #undef FXFUSE_ALL_SUMS
 #undef FXFUSE_8

@@ -19,8 +19,7 @@
 
 namespace fxfuse::cuda {
 
-// ---- the activation
-// --------------------------------------------------------------------------------------
+// ---- columns ------------------------------------------------------------------------------------
 
 template <class O>
 struct Columns {
@@ -92,22 +91,29 @@ struct Bounds<float> {
 
 // ---- parameters ---------------------------------------------------------------------------------
 
-// V values from `channel` on, `otherwise` where there are none.
-template <class T, int V>
-FXFUSE_INLINE Loaded<T, V> load_or(const void* values, int64_t channel, int64_t channels,
-                                   float otherwise) {
-  if (values != nullptr && channel < channels) {
-    return load<T, V>(static_cast<const T*>(values) + channel);
-  }
-  Vector<T, V> same;
+// What the sums of the V columns from `channel` on begin with: the Linear's bias.  Of floats, that
+// of their group's first column is taken off, which a norm does not see: a large one would cost the
+// sums digits with every product, of which the two operators, that add it last, lose none.  Those
+// of 16 bits round the Linear's result, and lose more.
+template <class T, int kGroup, int V>
+FXFUSE_INLINE Loaded<T, V> load_linear_bias(const LinearForward& p, int channel, int first) {
+  Loaded<T, V> bias = {};
+  // Pairs of tiles with one group have all their columns.
+  if (p.linear_bias == nullptr || (kGroup <= kTileColumns && channel >= p.channels)) return bias;
+  const T* const from = static_cast<const T*>(p.linear_bias);
+  bias = load<T, V>(from + channel);
+  if constexpr (sizeof(T) == 4) {
+    Vector<T, V> values;
+    memcpy(&values, &bias, sizeof(bias));
+    const T taken_off = from[first];
 #pragma unroll
-  for (T& value : same.at) value = static_cast<T>(otherwise);
-  Loaded<T, V> result;
-  memcpy(&result, &same, sizeof(result));
-  return result;
+    for (T& value : values.at) value -= taken_off;
+    memcpy(&bias, &values, sizeof(bias));
+  }
+  return bias;
 }
 
-// The sums of a lane in one span of columns begin with the bias.
+// The sums of a lane in one span of columns.
 template <class O, class T>
 FXFUSE_INLINE void begin_with(float (&c)[kSums], int span,
                               const Loaded<T, Columns<O>::kOwn>& bias) {

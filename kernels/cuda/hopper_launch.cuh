@@ -25,13 +25,15 @@ inline EncodeTensorMap encode_tensor_map() {
 }
 
 // A map of `rank` dimensions, the innermost first, for boxes of 128 bytes in that one.  What lies
-// outside of the tensor is copied as zeros.
+// outside of the tensor is copied as zeros, and floats are rounded to TF32 on the way, where the
+// products would cut off the digits that they do not see.
 template <class T, int kRank>
 cudaError_t encode(CUtensorMap& map, const void* address, const cuuint64_t (&sizes)[kRank],
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const EncodeTensorMap function = encode_tensor_map();
   if (function == nullptr) return cudaErrorNotSupported;
-  constexpr CUtensorMapDataType kType = std::is_same_v<T, __half>
+  constexpr CUtensorMapDataType kType = std::is_same_v<T, float> ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                        : std::is_same_v<T, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   cuuint32_t steps[kRank];
@@ -47,7 +49,7 @@ template <class T>
 cudaError_t rows(CUtensorMap& map, const void* address, int64_t count, int64_t length, int of_box) {
   const cuuint64_t pitch = length * sizeof(T);
   return encode<T, 2>(map, address, {cuuint64_t(length), cuuint64_t(count)}, {pitch},
-                      {kStepColumns, cuuint32_t(of_box)});
+                      {kStepBytes / sizeof(T), cuuint32_t(of_box)});
 }
 
 // In the order of Columns<O>::place: a row by its number in a pair, its lane, its pair and its
@@ -60,7 +62,7 @@ cudaError_t permuted_rows(CUtensorMap& map, const void* address, int64_t count, 
   return encode<T, 5>(map, address,
                       {cuuint64_t(length), 2, 4, C::kOwn / 2, cuuint64_t(count / C::kSpan)},
                       {pitch, C::kOwn * pitch, 2 * pitch, C::kSpan * pitch},
-                      {kStepColumns, 2, 4, C::kOwn / 2, cuuint32_t(of_box / C::kSpan)});
+                      {kStepBytes / sizeof(T), 2, 4, C::kOwn / 2, cuuint32_t(of_box / C::kSpan)});
 }
 
 template <class T, class O, int kGroup>

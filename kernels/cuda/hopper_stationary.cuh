@@ -1,4 +1,5 @@
-// Linear, GroupNorm and activation in one kernel, for products that are short (K <= 256).
+// Linear, GroupNorm and activation in one kernel, for products that are short (K <= 256; of
+// floats, K <= 128).
 //
 // Idea.  With few columns to multiply, a tile's end takes longer than its product, so the two must
 // overlap; and the 256 rows of W that make 256 columns of the output fit in shared memory, so that
@@ -29,10 +30,11 @@ constexpr int kStationaryThreads = 128 * kTurns;
 // Of a block.
 template <class T, class O, int kSteps, bool kPair>
 struct StationaryMemory {
+  static constexpr int kStep = kStepBytes / sizeof(T);  // columns
   // There is no room for halves and for weight and bias in float.
   static constexpr bool kStaged = sizeof(O) == 2 || !kPair;
-  T w[kSteps][kTileColumns * kStepColumns];
-  T x[kTurns][kSteps][kRowsOfTurn * kStepColumns];
+  T w[kSteps][kTileColumns * kStep];
+  T x[kTurns][kSteps][kRowsOfTurn * kStep];
   Half halves[kPair ? kTurns : 1][64];
   O weight[kStaged ? kTileColumns : 4], bias[kStaged ? kTileColumns : 4];
   SharedBarrier full[kTurns], sent[kTurns], next[kTurns], filled, used;
@@ -50,6 +52,7 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
   using Memory = StationaryMemory<T, O, kSteps, kPair>;
   using C = Columns<O>;
   constexpr bool kStaged = Memory::kStaged;
+  constexpr int kStep = Memory::kStep;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<Memory*>(memory);
   const int four = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
@@ -79,10 +82,10 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
     for (int step = 0; step < kSteps; ++step) {
       T* to = shared.x[four][step];
       if constexpr (kPair) {
-        copy_box(to + rank * (kRowsOfTurn / 2) * kStepColumns, map_x, shared.full[four],
-                 step * kStepColumns, row + rank * (kRowsOfTurn / 2), 3);
+        copy_box(to + rank * (kRowsOfTurn / 2) * kStep, map_x, shared.full[four], step * kStep,
+                 row + rank * (kRowsOfTurn / 2), 3);
       } else {
-        copy_box(to, map_x, shared.full[four], step * kStepColumns, row);
+        copy_box(to, map_x, shared.full[four], step * kStep, row);
       }
     }
   };
@@ -97,7 +100,7 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
       shared.used.wait(columns % 2 ^ 1);
       shared.filled.arrive_and_expect(sizeof(shared.w));
       for (int step = 0; step < kSteps; ++step) {
-        copy_permuted(shared.w[step], map_w, shared.filled, step * kStepColumns, column / C::kSpan);
+        copy_permuted(shared.w[step], map_w, shared.filled, step * kStep, column / C::kSpan);
       }
     }
     __syncwarp();
@@ -106,31 +109,29 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
       if (threadIdx.x < 64) {
         const bool first = threadIdx.x < 32;
         const int channel = column + 8 * lane;
-        if constexpr (sizeof(O) == sizeof(T)) {
-          reinterpret_cast<Loaded<T, 8>*>(first ? shared.weight : shared.bias)[lane] =
-              load_or<T, 8>(first ? p.weight : p.bias, channel, p.channels, first ? 1.f : 0.f);
-        } else {
-          float values[8] = {};
-          if (channel < p.channels) {
-            load_channels<T>(first ? p.weight : p.bias, affine_is_wide(p), channel,
-                             first ? 1.f : 0.f, values);
-          }
-          for (int k = 0; k < 8; ++k)
-            (first ? shared.weight : shared.bias)[8 * lane + k] = values[k];
+        float values[8] = {};
+        if (channel < p.channels) {
+          load_channels<T>(first ? p.weight : p.bias, affine_is_wide(p), channel, first ? 1.f : 0.f,
+                           values);
         }
+        O* const staged = (first ? shared.weight : shared.bias) + 8 * lane;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) staged[k] = static_cast<O>(values[k]);
       }
       __syncthreads();
     } else {
       DistantAffine<T>{p, column}.prefetch();
     }
     shared.filled.wait(columns % 2);
+    const int first_column = column / kGroup * kGroup;  // of a group
     const bool idle = tile >= to;
     for (; tile < to; tile += kTurns, ++turn) {
       // The sums begin with the bias, ahead of this tile's turn.
 #pragma unroll
       for (int span = 0; span < C::kSpans; ++span) {
         const int channel = column + C::kSpan * span + lane % 4 * C::kOwn;
-        begin_with<O, T>(c, span, load_or<T, C::kOwn>(p.linear_bias, channel, p.channels, 0));
+        const int first = first_column + C::kSpan * span / kGroup * kGroup;
+        begin_with<O, T>(c, span, load_linear_bias<T, kGroup, C::kOwn>(p, channel, first));
       }
       pin(c);
       shared.next[four].wait(turn % 2 ^ (four == 0));
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kStationaryThreads, 1)
         const uint64_t a = rows_of_128_bytes(shared.x[four][step]);
         const uint64_t b = rows_of_128_bytes(shared.w[step]);
 #pragma unroll
-        for (int k = 0; k < kStepColumns / 16; ++k) {
+        for (int k = 0; k < kStep / Products<T>::kColumns; ++k) {
           Products<T>::add(c, a + 2 * k, b + 2 * k);
         }
       }

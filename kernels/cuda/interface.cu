@@ -88,7 +88,7 @@ cudaError_t forward(const LinearForward& p, cudaStream_t stream) {
   if (plan.way == LinearPlan::Way::kNone) return cudaErrorInvalidValue;
   return with_types(p, [&](auto types) {
     using Of = decltype(types);
-    if constexpr (sizeof(typename Of::Input) == 2) {
+    if constexpr (sizeof(typename Of::Input) <= 4) {
       return linear_typed<typename Of::Input, typename Of::Output>(p, plan, stream);
     } else {
       return cudaErrorInvalidValue;

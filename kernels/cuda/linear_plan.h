@@ -5,6 +5,9 @@
 //   stationary   <= 256     x in tiles, W stays            hopper_stationary.cuh
 //   none         all else   the Linear alone, and then the kernels of forward_plan.h
 //
+// In 16 bits, or in float where its products may be of TF32: then stationary up to K = 128, for
+// which rows are as long in memory.
+//
 // The time of the Linear alone in us, and of both ways as multiples of it, for bfloat16 with a cold
 // L2 cache, in turn (H200, torch 2.11, 2026-11-30):
 //
@@ -39,13 +42,16 @@
 //
 // W stays, and there are few tiles of 64 x 256: with 32, (512, 256) to 1024, 9.8 against 10.4 with
 // two kernels, in float32 10.6 against 10.5; with 16, (256, 256) to 1024, 9.8 and 9.8.
+//
+// Float with TF32 follows the rules of 16 bits, not measured yet: both the product and the kernel
+// behind it take twice as long there.
 #pragma once
 #include "plan.h"
 
 namespace fxfuse::cuda {
 
 constexpr int kTileColumns = 256;  // of the output, of a block
-constexpr int kStepColumns = 64;   // of x and W: 128 bytes
+constexpr int kStepBytes = 128;    // of rows of x and W
 
 // How both kernels cut up a problem.
 struct LinearTiling {
@@ -83,14 +89,16 @@ struct LinearPlan {
  private:
   const char* choose(const LinearForward& p, bool judged) {
     if (!gpu.wgmma) return "the GPU, or what the library was built for, is not Hopper";
-    if (p.dtype != kHalf && p.dtype != kBFloat16) return "the dtype is not a 16-bit one";
+    if (p.dtype == kDouble) return "the dtype is neither float32 nor a 16-bit one";
+    if (p.dtype == kFloat && !p.tf32) return "float32 without TF32";
     if (p.output_dtype == p.dtype && p.affine_dtype != p.dtype) return "weight and bias are wider";
     if (!is_bounded(p)) return "the activation takes more than bounds";
     const int64_t size = p.channels / p.num_groups;
     if (size != 32 && size != 64 && size != 128 && size != 256 && size != 512) {
       return "groups are not of 32, 64, 128, 256 or 512 channels";
     }
-    if (p.features % 8 != 0) return "rows are not whole units of 16 bytes";
+    const int element = static_cast<int>(element_size(p.dtype)), step = kStepBytes / element;
+    if (p.features * element % 16 != 0) return "rows are not whole units of 16 bytes";
     if (!aligned(p.input, p.linear_weight, p.linear_bias, p.weight, p.bias, p.output)) {
       return "a tensor is not aligned to 16 bytes";
     }
@@ -98,12 +106,12 @@ struct LinearPlan {
     if (p.batch < 1 || p.features < 1) return "the input is empty";
     if (p.batch > kMost || p.channels > kMost || p.features > kMost) return "a size is too large";
     group = static_cast<int>(size);
-    const bool stays = p.features <= 4 * kStepColumns, pair = group > kTileColumns;
+    const bool stays = p.features <= 4 * step, pair = group > kTileColumns;
     const int64_t rows = stays ? 64 : pair ? 128 : 256, columns = pair ? 512 : 256;
     const int64_t row_tiles = ceil_div(p.batch, rows), column_tiles = ceil_div(p.channels, columns);
     if (row_tiles * column_tiles > kMost) return "a size is too large";
     cluster = stays && !pair ? 1 : 2;
-    tiling.steps = static_cast<int>(ceil_div(p.features, kStepColumns));
+    tiling.steps = static_cast<int>(ceil_div(p.features, step));
     tiling.row_tiles = static_cast<int>(row_tiles);
     tiling.column_tiles = static_cast<int>(column_tiles);
     tiling.tiles = static_cast<int>(row_tiles * column_tiles);
@@ -130,6 +138,10 @@ struct LinearPlan {
       return "too much of the GPU would be idle, or in tiles that are not full";
     }
     way = stays ? Way::kStationary : Way::kTiles;
+    if (p.dtype == kFloat) {
+      return stays ? "in TF32, W stays in shared memory"
+                   : "in TF32, x and W go through shared memory";
+    }
     return stays ? "W stays in shared memory" : "x and W go through shared memory";
   }
 
