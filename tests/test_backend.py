@@ -707,6 +707,28 @@ def test_selective_checkpointing_by_operator(
         assert forward_calls(lambda: fast(x).sum().backward()) == count
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_autograd_traces_the_backward(backend: str) -> None:
+    def gradients(m: nn.Module, x: Tensor) -> list[Tensor]:
+        m.zero_grad()
+        m(x).square().sum().backward()
+        return [p.grad.clone() for p in m.parameters() if p.grad is not None]
+
+    compiler = torch.compile(backend=backend, fullgraph=True)  # type: ignore[call-overload]
+    counters.clear()
+    for batch, groups in ((3, 4), (5, 4), (5, 3), (7, 6)):
+        norm = nn.GroupNorm(groups, 12, eps=0.01 * groups)
+        blocks = Block(), graphs.without_bias(norm), nn.SiLU(), nn.GroupNorm(4, 12, affine=False)
+        model = nn.Sequential(*blocks, nn.Hardtanh(-0.1 * groups, 0.5)).double()
+        optimized = fxfuse.optimize(model)
+        assert fxfuse.report(optimized).fused == 3
+        x = inputs(batch, 12)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            found = gradients(optimized, x)
+        torch.testing.assert_close(found, gradients(model, x), rtol=1e-9, atol=1e-9)
+    assert counters["compiled_autograd"]["captures"] > 0
+
+
 def test_torch_func_of_an_optimized_model() -> None:
     model = Block(act=nn.SiLU()).double()
     optimized = fxfuse.optimize(model)
