@@ -211,31 +211,45 @@ torch.testing.assert_close(run(*x), expected, rtol=1e-9, atol=1e-9)
 """
 
 
-def fresh_process(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+def fresh_process(
+    code: str, *arguments: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def test_a_saved_program_opens_where_fxfuse_is_imported(decomposed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("imports", ["fxfuse", "fxfuse, with nothing built", "nothing"])
+def test_a_saved_program_opens_where_fxfuse_is_imported(imports: str, tmp_path: Path) -> None:
+    decomposed = imports == "fxfuse"
     model = Network().double()
     program = exported(model, decomposed)
     fxfuse.fuse(program)
     torch.export.save(program, tmp_path / "program.pt2")
     x = inputs(7)
     torch.save((x, model(*x)), tmp_path / "data.pt")
+    code, environment = {
+        "fxfuse": ("import fxfuse", {}),
+        "fxfuse, with nothing built": (
+            "from fxfuse import library; assert not library.is_loaded(); "
+            f"library.build = lambda: {str(fxfuse.library_path())!r}",  # what it would find
+            {"FXFUSE_CACHE": str(tmp_path / "cache")},
+        ),
+        "nothing": ("", {}),
+    }[imports]
     files = (tmp_path / "program.pt2", tmp_path / "data.pt")
-    result = fresh_process(LOAD.format(imports="import fxfuse"), *files)
-    assert result.returncode == 0, result.stderr
-    result = fresh_process(LOAD.format(imports=""), *files)
-    assert result.returncode != 0
-    assert "failed to resolve torch.ops.fxfuse.group_norm_activation" in result.stderr
-    assert "Please import" in result.stderr
+    result = fresh_process(LOAD.format(imports=code), *files, **environment)
+    if imports != "nothing":
+        assert result.returncode == 0, result.stderr
+    else:
+        assert result.returncode != 0
+        assert "failed to resolve torch.ops.fxfuse.group_norm_activation" in result.stderr
+        assert "Please import" in result.stderr
 
 
 def test_a_packaged_program_runs(tmp_path: Path) -> None:
