@@ -303,6 +303,43 @@ def test_the_body_of_a_checkpoint_is_fused(inner: str, reentrant: bool) -> None:
     assert report.fused == 2
 
 
+def test_a_region_that_is_compiled_once_is_fused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return region(self.block, region(self.block, x))
+
+    @torch.compiler.nested_compile_region
+    def region(block: nn.Module, x: Tensor) -> Any:
+        return block(x)
+
+    model = Twice().double()
+    assert_same(model, compiled(model, "aot_eager"), inputs())
+    assert fxfuse.report().fused == 1
+
+
+def test_compiled_ahead_of_time(tmp_path: Path) -> None:
+    def f(x: Tensor) -> Tensor:
+        return F.hardtanh(F.group_norm(x, 4), -0.5, 0.5)
+
+    x = inputs()
+    fast = compiled(f, "aot_eager")
+    if not hasattr(fast, "aot_compile"):
+        pytest.skip("this torch has it behind a flag")
+    fast = fast.aot_compile(((x,), {}))
+    torch.testing.assert_close(fast(x), f(x))
+    assert fxfuse.report().fused == 1
+    fast.save_compiled_function(str(tmp_path / "function"))
+    with (tmp_path / "function").open("rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    with torch.profiler.profile() as profile:
+        torch.testing.assert_close(loaded(x), f(x))
+    assert "fxfuse::group_norm_activation" in {event.name for event in profile.events()}
+
+
 def test_a_match_between_graph_breaks() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
