@@ -1,10 +1,10 @@
 """Finds, builds and loads the compiled library behind ``torch.ops.fxfuse``.
 
 ``import fxfuse`` loads a library that already lies in the package or in the per-user cache and
-never builds one. The first ``optimize``, ``fuse`` or operator call does, once per machine: the
-cache is keyed by everything that the binary depends on, a lock that dies with its process lets one
-process build while the others wait, and a library appears under its final name only after it was
-loaded successfully.
+never builds one. The first ``optimize``, ``fuse`` or look at an operator does, once per machine:
+the cache is keyed by everything that the binary depends on, a lock that dies with its process lets
+one process build while the others wait, and a library appears under its final name only after it
+was loaded successfully.
 
 Environment:
     FXFUSE_CACHE: the cache folder; default ``$XDG_CACHE_HOME/fxfuse`` or ``~/.cache/fxfuse``.
@@ -431,6 +431,23 @@ def load() -> bool:
                 message = f"fxfuse: the library cannot be built, models run unfused: {_failure}"
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
         return _loaded is not None
+
+
+class _Namespace(torch._ops._OpNamespace):
+    """``torch.ops.fxfuse``, which makes the operators available when one is first asked for.
+
+    So a saved program opens, or torch's error comes after our warning, which says what is missing.
+    """
+
+    __module__ = torch._ops.__name__  # by which torch finds operators
+
+    def __getattr__(self, op_name: str) -> torch._ops.OpOverloadPacket:
+        if not op_name.startswith("_"):
+            load()
+        return super().__getattr__(op_name)
+
+
+torch.ops.fxfuse = _Namespace("fxfuse")  # type: ignore[attr-defined]
 
 
 def library_path() -> Path:

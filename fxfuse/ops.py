@@ -8,6 +8,8 @@ calls: it makes the checks that ``torch.nn.functional.group_norm`` makes in Pyth
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -604,8 +606,38 @@ def _register_fakes() -> None:
     torch.library.register_fake("fxfuse::linear_group_norm_activation", _fake_linear)
 
 
+# ---- what torch.utils.flop_counter counts ----------------------------------------------------
+
+
+def register_flops() -> None:
+    """Has the operator that computes a Linear counted as one; the others are nothing, as eager's.
+
+    Called when a Linear is taken into an operator, and not at import, because the counter looks for
+    Triton, which takes longer to import than we do.
+    """
+    from torch.utils import flop_counter
+
+    if not library.is_loaded():
+        return
+    operator = torch.ops.fxfuse.linear_group_norm_activation
+    if operator not in flop_counter.flop_registry:
+        flop_counter.register_flop_formula(operator)(_linear_flops)
+
+
+def _linear_flops(
+    input_shape: torch.Size, linear_weight_shape: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * math.prod(input_shape) * linear_weight_shape[0]
+
+
+def _register_flops_if_imported() -> None:
+    if "torch.utils.flop_counter" in sys.modules:
+        register_flops()
+
+
 FUNCTIONS = (group_norm_activation, group_norm_add_activation, linear_group_norm_activation)
 """What rewritten graphs call."""
 
 library.on_load(_register_fakes)
+library.on_load(_register_flops_if_imported)
 library.load_existing()  # at import, so that saved programs open

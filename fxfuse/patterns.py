@@ -208,6 +208,7 @@ def take_linears_in(
         root: The module that the graph addresses.
         named: Names of values that must stay.
     """
+    ops.register_flops()
     choices: list[LinearChoice] = []
     for call in list(graph.nodes):
         if call.target is not ops.group_norm_activation:

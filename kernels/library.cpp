@@ -124,19 +124,29 @@ Tensor eager(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
 // (N, C, ...) to (N, num_groups, rest), and a per-channel vector to something that broadcasts on
 // it.
 Tensor grouped(const Tensor& t, int64_t num_groups) {
-  return t.reshape({t.size(0), num_groups, t.numel() / (t.size(0) * num_groups)});
+  return t.reshape_symint({t.sym_size(0), num_groups, -1});
 }
 
 Tensor per_channel(const Tensor& t, int64_t dim) {
   std::vector<int64_t> shape(dim, 1);
-  shape[1] = t.numel();
+  shape[1] = -1;
   return t.reshape(shape);
+}
+
+// The mean, as the sum of two, and rstd of each group.
+std::pair<Tensor, Tensor> statistics(const Tensor& x, int64_t num_groups, double eps) {
+  const Tensor groups = grouped(x, num_groups);
+  // Two passes and a correction: the mean of what is left after the first mean was taken off.
+  const Tensor first = groups.mean(-1), left = groups - first.unsqueeze(-1);
+  const Tensor second = left.mean(-1);
+  const Tensor variance = (left - second.unsqueeze(-1)).square().mean(-1);
+  return {at::stack({first, second}), (variance + eps).rsqrt()};
 }
 
 // The normalised input, in the accumulate type.
 Tensor normalized(const Tensor& x, const Tensor& mean, const Tensor& rstd, int64_t num_groups) {
   const Tensor centred = (grouped(x, num_groups) - mean[0].unsqueeze(-1)) - mean[1].unsqueeze(-1);
-  return (centred * rstd.unsqueeze(-1)).view(x.sizes());
+  return (centred * rstd.unsqueeze(-1)).view_symint(x.sym_sizes());
 }
 
 Tensor affine(Tensor z, const MaybeTensor& weight, const MaybeTensor& bias) {
@@ -154,15 +164,41 @@ Triple forward_default(const Tensor& input, int64_t num_groups, const MaybeTenso
   Tensor output = empty_result(input, output_dtype, f.functor);
   auto [mean, rstd] = empty_statistics(input, num_groups, output_dtype);
   if (input.numel() == 0) return {output, mean.zero_(), rstd.zero_()};
-  const Tensor x = input.to(mean.scalar_type()).contiguous(), rows = grouped(x, num_groups);
-  // Two passes and a correction: the mean of what is left after the first mean was taken off.
-  mean[0].copy_(rows.mean(-1));
-  Tensor centred = rows - mean[0].unsqueeze(-1);
-  mean[1].copy_(centred.mean(-1));
-  centred = centred - mean[1].unsqueeze(-1);
-  rstd.copy_((centred.square().mean(-1) + eps).rsqrt());
+  const Tensor x = input.to(mean.scalar_type()).contiguous();
+  std::tie(mean, rstd) = statistics(x, num_groups, eps);
   output.copy_(activate(affine(normalized(x, mean, rstd, num_groups), weight, bias), f));
   return {output, mean, rstd};
+}
+
+// The three gradients.  Autograd, where it is listening, knows their own gradients.
+Triple gradients(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                 const Tensor& rstd, int64_t num_groups, const MaybeTensor& weight,
+                 const MaybeTensor& bias, const CheckedActivation& f,
+                 std::array<bool, 3> output_mask) {
+  output_mask[1] &= defined(weight);
+  output_mask[2] &= defined(bias);
+  Tensor dinput, dweight, dbias;
+  if (output_mask[0]) dinput = at::empty_like(input, input.options(), result_format(input));
+  const Tensor x = input.to(mean.scalar_type()).contiguous(),
+               dy = grad_output.to(mean.scalar_type()).contiguous();
+  if (input.sym_numel() == 0) {
+    if (output_mask[1]) dweight = at::zeros_like(*weight);
+    if (output_mask[2]) dbias = at::zeros_like(*bias);
+    return {dinput, dweight, dbias};
+  }
+  const Tensor x_hat = normalized(x, mean, rstd, num_groups);
+  const Tensor dz = activation_grad(affine(x_hat, weight, bias), dy, f);
+  std::vector<int64_t> all_but_channels{0};
+  for (int64_t d = 2; d < input.dim(); ++d) all_but_channels.push_back(d);
+  if (output_mask[1]) dweight = (dz * x_hat).sum(all_but_channels).to(weight->scalar_type());
+  if (output_mask[2]) dbias = dz.sum(all_but_channels).to(bias->scalar_type());
+  if (output_mask[0]) {
+    const Tensor g = grouped(affine(dz, weight, {}), num_groups), h = grouped(x_hat, num_groups);
+    const Tensor projected =
+        g - g.mean(-1, /*keepdim=*/true) - h * (g * h).mean(-1, /*keepdim=*/true);
+    dinput.copy_((projected * rstd.unsqueeze(-1)).view_symint(input.sym_sizes()));
+  }
+  return {dinput, dweight, dbias};
 }
 
 // The backward operator is handed what the forward one gave: a kernel would read past the end of
@@ -196,30 +232,7 @@ Triple backward_default(const Tensor& grad_output, const Tensor& input, const Te
                         at::ArrayRef<double> params, std::array<bool, 3> output_mask) {
   const CheckedActivation f =
       check_backward(grad_output, input, mean, rstd, num_groups, weight, bias, activation, params);
-  output_mask[1] &= defined(weight);
-  output_mask[2] &= defined(bias);
-  Tensor dinput, dweight, dbias;
-  if (output_mask[0]) dinput = at::empty_like(input, input.options(), result_format(input));
-  const Tensor x = input.to(mean.scalar_type()).contiguous(),
-               dy = grad_output.to(mean.scalar_type()).contiguous();
-  if (input.numel() == 0) {
-    if (output_mask[1]) dweight = at::zeros_like(*weight);
-    if (output_mask[2]) dbias = at::zeros_like(*bias);
-    return {dinput, dweight, dbias};
-  }
-  const Tensor x_hat = normalized(x, mean, rstd, num_groups);
-  const Tensor dz = activation_grad(affine(x_hat, weight, bias), dy, f);
-  std::vector<int64_t> all_but_channels{0};
-  for (int64_t d = 2; d < input.dim(); ++d) all_but_channels.push_back(d);
-  if (output_mask[1]) dweight = (dz * x_hat).sum(all_but_channels).to(weight->scalar_type());
-  if (output_mask[2]) dbias = dz.sum(all_but_channels).to(bias->scalar_type());
-  if (output_mask[0]) {
-    const Tensor g = grouped(affine(dz, weight, {}), num_groups), h = grouped(x_hat, num_groups);
-    const Tensor projected =
-        g - g.mean(-1, /*keepdim=*/true) - h * (g * h).mean(-1, /*keepdim=*/true);
-    dinput.copy_((projected * rstd.unsqueeze(-1)).view(input.sizes()));
-  }
-  return {dinput, dweight, dbias};
+  return gradients(grad_output, input, mean, rstd, num_groups, weight, bias, f, output_mask);
 }
 
 Tensor inference_default(const Tensor& input, int64_t num_groups, const MaybeTensor& weight,
@@ -503,6 +516,9 @@ using torch::autograd::variable_list;
 
 class GroupNormActivation : public torch::autograd::Function<GroupNormActivation> {
  public:
+  // Compiled autograd may trace the backward: what that reads is in the context or is an argument.
+  static constexpr bool is_traceable = true;
+
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_groups,
                         const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                         c10::string_view activation, at::ArrayRef<double> params,
@@ -518,7 +534,6 @@ class GroupNormActivation : public torch::autograd::Function<GroupNormActivation
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["activation"] = std::string(activation);
     ctx->saved_data["params"] = params.vec();
-    ctx->saved_data["dtype"] = dtype;
     return output;
   }
 
@@ -545,19 +560,15 @@ class GroupNormActivation : public torch::autograd::Function<GroupNormActivation
     if (!grad.defined()) {
       // nothing flows back
     } else if (at::GradMode::is_enabled()) {
-      // create_graph=True: gradients that have gradients, from eager's own operators.
-      const MaybeDtype dtype = ctx->saved_data["dtype"].toOptional<at::ScalarType>();
-      const Tensor output =
-          eager(input, num_groups, maybe_weight, maybe_bias, eps, activation, params, dtype);
-      variable_list wanted;
-      for (size_t i = 0; i < 3; ++i)
-        if (mask[i]) wanted.push_back(saved[i]);
-      const variable_list found = torch::autograd::grad(
-          {output}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
-      size_t next = 0;
-      if (mask[0]) dinput = found[next++];
-      if (mask[1]) dweight = found[next++];
-      if (mask[2]) dbias = found[next++];
+      // create_graph=True: gradients that have gradients, because ATen's operators have them.
+      const CheckedActivation f =
+          check_arguments(kBackwardOp, input, num_groups, maybe_weight, maybe_bias, activation,
+                          params, grad.scalar_type());
+      Tensor mean = saved[3], rstd = saved[4];
+      if (input.sym_numel() != 0)
+        std::tie(mean, rstd) = statistics(input.to(mean.scalar_type()), num_groups, eps);
+      std::tie(dinput, dweight, dbias) =
+          gradients(grad, input, mean, rstd, num_groups, maybe_weight, maybe_bias, f, mask);
     } else {
       std::tie(dinput, dweight, dbias) =
           op.call(grad, input, saved[3], saved[4], num_groups, maybe_weight, maybe_bias, eps,

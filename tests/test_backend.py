@@ -303,6 +303,43 @@ def test_the_body_of_a_checkpoint_is_fused(inner: str, reentrant: bool) -> None:
     assert report.fused == 2
 
 
+def test_a_region_that_is_compiled_once_is_fused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return region(self.block, region(self.block, x))
+
+    @torch.compiler.nested_compile_region
+    def region(block: nn.Module, x: Tensor) -> Any:
+        return block(x)
+
+    model = Twice().double()
+    assert_same(model, compiled(model, "aot_eager"), inputs())
+    assert fxfuse.report().fused == 1
+
+
+def test_compiled_ahead_of_time(tmp_path: Path) -> None:
+    def f(x: Tensor) -> Tensor:
+        return F.hardtanh(F.group_norm(x, 4), -0.5, 0.5)
+
+    x = inputs()
+    fast = compiled(f, "aot_eager")
+    if not hasattr(fast, "aot_compile"):
+        pytest.skip("this torch has it behind a flag")
+    fast = fast.aot_compile(((x,), {}))
+    torch.testing.assert_close(fast(x), f(x))
+    assert fxfuse.report().fused == 1
+    fast.save_compiled_function(str(tmp_path / "function"))
+    with (tmp_path / "function").open("rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    with torch.profiler.profile() as profile:
+        torch.testing.assert_close(loaded(x), f(x))
+    assert "fxfuse::group_norm_activation" in {event.name for event in profile.events()}
+
+
 def test_a_match_between_graph_breaks() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
@@ -707,6 +744,34 @@ def test_selective_checkpointing_by_operator(
         assert forward_calls(lambda: fast(x).sum().backward()) == count
 
 
+def test_compiled_autograd_traces_the_backward() -> None:
+    def first(m: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        return list(torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()]))
+
+    def second(m: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(grad.square().sum(), list(m.parameters())))
+
+    compiler = torch.compile(backend="eager", fullgraph=True)  # type: ignore[call-overload]
+    affine, without = nn.GroupNorm(3, 12, eps=0.1), nn.GroupNorm(4, 12, affine=False)
+    all_kinds = nn.Sequential(graphs.without_bias(affine), nn.SiLU(), without, nn.Hardtanh(-1, 1))
+    for derivatives, model, batch in (
+        (first, Block(), 3),
+        (first, all_kinds, 3),
+        (first, all_kinds, 5),
+        (second, all_kinds[:2], 3),
+    ):
+        model.double()
+        optimized, x = fxfuse.optimize(model), inputs(batch, 12)
+        assert fxfuse.report(optimized).fused > 0
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            found = derivatives(optimized, x)
+        torch.testing.assert_close(found, derivatives(model, x), rtol=1e-9, atol=1e-9)
+    assert counters["compiled_autograd"]["captures"] > 0
+
+
 def test_torch_func_of_an_optimized_model() -> None:
     model = Block(act=nn.SiLU()).double()
     optimized = fxfuse.optimize(model)
@@ -832,7 +897,7 @@ def test_a_linear_that_is_better_alone_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 # ---- across processes -----------------------------------------------------------------------
 
-WARM = """
+COMPILE = """
 import sys, torch
 from torch import nn
 import torch.nn.functional as F
@@ -841,28 +906,34 @@ import fxfuse
 from fxfuse.backend import compile_graph
 
 torch.manual_seed(0)
-linear, norm, bound = nn.Linear(12, 12), nn.GroupNorm(4, 12), float(sys.argv[2])
-def model(x):
-    return F.hardtanh(norm(linear(x)), -0.5, bound) + F.relu(norm(x) + x)
-x = torch.randn(5, 12, requires_grad=True)
-if sys.argv[1] == "backend":
-    output = torch.compile(model, backend=compile_graph)(x)
-else:
-    with fxfuse.inductor(channels_last=sys.argv[1]):
-        output = torch.compile(model)(x)
-torch.testing.assert_close(output, model(x))
-found = [torch.autograd.grad(y.square().sum(), x) for y in (output, model(x))]
-torch.testing.assert_close(*found)
-print({**counters["aot_autograd"], **counters["inductor"]})
+linear, norm, x = nn.Linear(12, 12), nn.GroupNorm(4, 12), torch.randn(5, 12, requires_grad=True)
+
+def run(door, bound):
+    def model(x):
+        return F.hardtanh(norm(linear(x)), -0.5, bound) + F.relu(norm(x) + x)
+    torch._dynamo.reset()
+    counters.clear()
+    if door == "backend":
+        output = torch.compile(model, backend=compile_graph)(x)
+    else:
+        with fxfuse.inductor(channels_last=door):
+            output = torch.compile(model)(x)
+    torch.testing.assert_close(output, model(x))
+    found = [torch.autograd.grad(y.square().sum(), x) for y in (output, model(x))]
+    torch.testing.assert_close(*found)
+    return {**counters["aot_autograd"], **counters["inductor"]}
+
+print([run(door, bound) for door, bound in eval(sys.argv[1])])
 """
 
 
 def test_the_caches_of_torch_take_our_graphs(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
-    def run(door: str, bound: float = 0.5) -> dict[str, int]:
+    def run(*what: tuple[str, float]) -> list[dict[str, int]]:
+        """What a fresh process counts for each door and bound."""
         result = subprocess.run(
-            [sys.executable, "-c", WARM, door, str(bound)],
+            [sys.executable, "-c", COMPILE, repr(what)],
             env=environment,
             cwd=Path(__file__).parent.parent,
             capture_output=True,
@@ -872,11 +943,11 @@ def test_the_caches_of_torch_take_our_graphs(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         return ast.literal_eval(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
-    for door in ("backend", "keep"):
-        cold, warm = run(door), run(door)
-        assert (cold["autograd_cache_miss"], cold["autograd_cache_saved"]) == (1, 1), cold
-        assert warm["autograd_cache_hit"] == 1, warm
-        assert not any("bypass" in name for name in (*cold, *warm))
+    doors = [("backend", 0.5), ("keep", 0.5)]
+    cold = run(*doors)
     # What another bound or setting makes is not taken for it.
-    assert "autograd_cache_hit" not in run("backend", bound=0.25)
-    assert "autograd_cache_hit" not in run("eager")
+    warm = run(*doors, ("backend", 0.25), ("eager", 0.5))
+    for counts in cold:
+        assert (counts["autograd_cache_miss"], counts["autograd_cache_saved"]) == (1, 1), counts
+    assert [counts.get("autograd_cache_hit") for counts in warm] == [1, 1, None, None], warm
+    assert not any("bypass" in name for counts in (*cold, *warm) for name in counts)

@@ -79,7 +79,7 @@ def test_a_fused_program_keeps_all_but_its_nodes(decomposed: bool, strict: bool)
     torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=graphs.models())
 def test_random_models(decomposed: bool, case: graphs.Model) -> None:
     program = torch.export.export(case.model, case.inputs())
@@ -211,31 +211,45 @@ torch.testing.assert_close(run(*x), expected, rtol=1e-9, atol=1e-9)
 """
 
 
-def fresh_process(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+def fresh_process(
+    code: str, *arguments: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def test_a_saved_program_opens_where_fxfuse_is_imported(decomposed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("imports", ["fxfuse", "fxfuse, with nothing built", "nothing"])
+def test_a_saved_program_opens_where_fxfuse_is_imported(imports: str, tmp_path: Path) -> None:
+    decomposed = imports == "fxfuse"
     model = Network().double()
     program = exported(model, decomposed)
     fxfuse.fuse(program)
     torch.export.save(program, tmp_path / "program.pt2")
     x = inputs(7)
     torch.save((x, model(*x)), tmp_path / "data.pt")
+    code, environment = {
+        "fxfuse": ("import fxfuse", {}),
+        "fxfuse, with nothing built": (
+            "from fxfuse import library; assert not library.is_loaded(); "
+            f"library.build = lambda: {str(fxfuse.library_path())!r}",  # what it would find
+            {"FXFUSE_CACHE": str(tmp_path / "cache")},
+        ),
+        "nothing": ("", {}),
+    }[imports]
     files = (tmp_path / "program.pt2", tmp_path / "data.pt")
-    result = fresh_process(LOAD.format(imports="import fxfuse"), *files)
-    assert result.returncode == 0, result.stderr
-    result = fresh_process(LOAD.format(imports=""), *files)
-    assert result.returncode != 0
-    assert "failed to resolve torch.ops.fxfuse.group_norm_activation" in result.stderr
-    assert "Please import" in result.stderr
+    result = fresh_process(LOAD.format(imports=code), *files, **environment)
+    if imports != "nothing":
+        assert result.returncode == 0, result.stderr
+    else:
+        assert result.returncode != 0
+        assert "failed to resolve torch.ops.fxfuse.group_norm_activation" in result.stderr
+        assert "Please import" in result.stderr
 
 
 def test_a_packaged_program_runs(tmp_path: Path) -> None:
@@ -246,10 +260,17 @@ def test_a_packaged_program_runs(tmp_path: Path) -> None:
     torch._inductor.aoti_compile_and_package(program, package_path=str(package))
     x = inputs(7)
     torch.save((x, model(*x)), tmp_path / "data.pt")
-    load_library = f"torch.ops.load_library({str(fxfuse.library_path())!r})"  # as from C++
-    for imports in ("import fxfuse", load_library):
+    without, as_from_cpp = (
+        """
+try:
+    torch._inductor.aoti_load_package(sys.argv[1])(*torch.load(sys.argv[2])[0])
+except RuntimeError as error:
+    assert "fxfuse::group_norm_activation" in str(error), error
+else:
+    raise AssertionError("it ran without us")
+""",
+        f"torch.ops.load_library({str(fxfuse.library_path())!r})",
+    )
+    for imports in ("import fxfuse", without + as_from_cpp):
         result = fresh_process(RUN.format(imports=imports), package, tmp_path / "data.pt")
         assert result.returncode == 0, result.stderr
-    result = fresh_process(RUN.format(imports=""), package, tmp_path / "data.pt")
-    assert result.returncode != 0
-    assert "fxfuse::group_norm_activation" in result.stderr

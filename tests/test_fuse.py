@@ -10,6 +10,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import graphs
@@ -1202,6 +1203,18 @@ def test_fused_module_is_a_graph_module_like_any_other(
     assert other.code.count(FUSED) == 1
     assert [site.code for site in fuse(other).sites] == ["already_fused"]
     assert_same(other, model, torch.randn(3, 4, dtype=torch.float64))
+
+
+def test_jit_trace_of_a_fused_graph(tmp_path: Path) -> None:
+    model = chain().double()
+    fused = trace(model)
+    fuse(fused)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.jit.trace(fused, x, check_trace=False).save(str(tmp_path / "traced.pt"))
+    loaded = torch.jit.load(str(tmp_path / "traced.pt"))
+    assert "fxfuse::group_norm_activation" in str(loaded.inlined_graph)
+    assert_same(loaded, model, x)
+    assert_same(loaded, model, torch.randn(5, 4, dtype=torch.float64))
 
 
 @pytest.mark.usefixtures("hopper")

@@ -36,6 +36,9 @@ from problems import (
 )
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import library, ops
 
@@ -516,6 +519,14 @@ def test_opcheck(device: torch.device, activation: str, layout: str) -> None:
         )
 
 
+def test_opcheck_of_a_result_in_another_dtype(device: torch.device) -> None:
+    x = torch.randn(3, 4, 5, device=device, dtype=torch.bfloat16)
+    for leaf in (x.clone().requires_grad_(), x):
+        args = (leaf, 2, None, None, 1e-5, "relu", [], torch.float32)
+        torch.library.opcheck(torch.ops.fxfuse.group_norm_activation.default, args)
+    torch.library.opcheck(torch.ops.fxfuse.group_norm_activation_forward.default, args)
+
+
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
@@ -770,3 +781,61 @@ def test_the_wrapper_is_one_call_to_a_tracer_and_to_dynamo(device: torch.device)
         x = torch.randn(shape, device=device)
         assert torch.equal(traced(x), function(x))
         assert torch.equal(compiled(x), function(x))
+
+
+class Functions(TorchFunctionMode):
+    """Sees what is called in Python."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Sees which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.seen.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_what_watches_torch_sees_the_operators(device: torch.device) -> None:
+    problem = Problem((3, 4, 5), 2, torch.float64)
+    operands = problem.tensors(device).as_tuple()
+
+    def gradients(*operands: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in operands]
+        return torch.autograd.grad(problem.ours(*leaves).square().sum(), leaves)
+
+    expected = gradients(*operands)
+    pair = [f"fxfuse.group_norm_activation_{which}.default" for which in ("forward", "backward")]
+    with Functions() as functions, Operators() as operators:
+        torch.testing.assert_close(gradients(*operands), expected, rtol=0, atol=0)
+    assert ops.group_norm_activation in functions.seen
+    assert [name for name in operators.seen if "fxfuse" in name] == pair
+
+    with torch.profiler.profile(record_shapes=True) as profile:
+        gradients(*operands)
+    shapes = {event.name: event.input_shapes for event in profile.events()}
+    assert shapes["fxfuse::group_norm_activation"][:4] == [[3, 4, 5], [], [4], [4]]
+    assert shapes["fxfuse::group_norm_activation_backward"][:4] == [
+        [3, 4, 5],
+        [3, 4, 5],
+        [2, 3, 2],
+        [3, 2],
+    ]
+
+    other = Problem((5, 4, 7), 2, torch.float64).tensors(device).as_tuple()
+    traced = make_fx(gradients, tracing_mode="symbolic")(*operands)
+    assert [str(n.target) for n in traced.graph.nodes if "fxfuse" in str(n.target)] == pair
+    torch.testing.assert_close(traced(*other), gradients(*other), rtol=0, atol=0)
+    pure = torch.func.functionalize(lambda x, weight, bias: problem.ours(x, weight, bias))
+    functional = make_fx(pure, tracing_mode="symbolic")(*operands)
+    torch.testing.assert_close(functional(*other), problem.ours(*other), rtol=1e-9, atol=1e-9)

@@ -34,6 +34,7 @@ from problems import (
 )
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils import flop_counter
 
 import fxfuse
 from fxfuse import library, ops
@@ -434,6 +435,47 @@ def test_opcheck(device: torch.device, rank: int, activation: str) -> None:
                     list(problem.params),
                 ),
             )
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("door", ["optimize", "fuse", "export", "the operator"])
+def test_as_many_floating_point_operations_are_counted_as_eager_s(
+    door: str, with_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = torch.ops.fxfuse.linear_group_norm_activation
+    monkeypatch.delitem(flop_counter.flop_registry, operator, raising=False)
+    model = nn.Sequential(nn.Linear(12, 8), nn.GroupNorm(2, 8), nn.SiLU())
+    x = torch.randn(5, 12)
+    if door == "optimize":
+        fused: Callable[..., Tensor] = fxfuse.optimize(model)
+    elif door == "fuse":
+        fused = fx.symbolic_trace(model)
+        fxfuse.fuse(fused)
+    elif door == "export":
+        program = torch.export.export(model, (x,))
+        fxfuse.fuse(program)
+        fused = program.module()
+    else:
+        library.on_load(ops._register_flops_if_imported)
+        linear, norm, _ = model
+
+        def fused(x: Tensor) -> Tensor:
+            weights = linear.weight, linear.bias, 2, norm.weight, norm.bias
+            return ops.linear_group_norm_activation(x, *weights, activation="silu")
+
+    counts = []
+    for function in (fused, model):
+        counter = flop_counter.FlopCounterMode(display=False)
+        with counter, torch.set_grad_enabled(with_grad):
+            output = function(x)
+            if with_grad:
+                output.sum().backward()
+        counts.append(counter.get_total_flops())
+        names = {str(name) for name in counter.get_flop_counts()["Global"]}
+        one = function is fused and not with_grad and door != "optimize"  # which sees the hooks
+        assert ("fxfuse.linear_group_norm_activation" in names) == one
+    assert counts[0] == counts[1] == 2 * 5 * 12 * 8 * (2 if with_grad else 1)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
