@@ -77,6 +77,7 @@ class Reason(Enum):
     RANDOM_NUMBER = "The forward around it draws a random number, which a graph would freeze."
     TENSOR_CONSTANT = "The forward around it makes a tensor, which a graph would freeze."
     CHANGES_STATE = "The forward around it changes {name}."
+    NOT_REPEATED = "The forward around it calls {function}, which a graph would not repeat."
     MUTABLE_ATTRIBUTE = "The forward around it reads {name}, a {kind}, whose changes go unseen."
     NOT_SUBCLASSABLE = "Its module's class allows no subclass: {error}."
     NOT_CALLED = "The forward around it does not call it."
