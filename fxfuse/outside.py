@@ -16,7 +16,6 @@ would write.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dis
 import enum
@@ -241,7 +240,7 @@ class _Place:
         if value is MISSING and _is_plain_object(self.owner) and not hasattr(self.owner, self.name):
             return [guards.Outside(self.owner, self.name, MISSING)]
         whole = isinstance(value, (types.ModuleType, nn.Module, type(MISSING)))
-        if whole or isinstance(self.owner, types.FunctionType) and self.name.startswith("__"):
+        if whole or (isinstance(self.owner, types.FunctionType) and self.name.startswith("__")):
             return []
         kept = value if _is_plain_object(value) else snapshot(value, outside=True)
         return [] if kept is MUTABLE else [guards.Outside(self.owner, self.name, kept)]
@@ -357,12 +356,10 @@ class Surroundings:
             if not isinstance(value, (tuple, frozenset)):
                 self._owners[id(value)] = value
             return list(value.values() if isinstance(value, dict) else value)
-        if _is_plain_object(value) and id(value) not in self._owners:
-            if self._may_change(type(value)):
-                self._owners[id(value)] = value
-                for base in type(value).__mro__:
-                    if self._may_change(base):
-                        self._owners[id(base)] = base
+        cls = type(value)
+        if _is_plain_object(value) and id(value) not in self._owners and self._may_change(cls):
+            self._owners[id(value)] = value
+            self._owners.update((id(base), base) for base in cls.__mro__ if self._may_change(base))
         return []
 
     def _look_at_code(
@@ -559,8 +556,9 @@ def logs(logger: str, level: int) -> bool:
 
 # C functions with no effect but on what they are given, and the same answer each time.
 _HARMLESS_PACKAGES = frozenset(
-    "torch numpy math cmath operator _operator itertools functools _functools collections"
-    " _collections _abc _sre _struct _json _weakref _typing _heapq _bisect _string".split()
+    {"torch", "numpy", "math", "cmath", "operator", "itertools", "functools", "collections"}
+    | {"_operator", "_functools", "_collections", "_abc", "_sre", "_struct", "_json", "_weakref"}
+    | {"_typing", "_heapq", "_bisect", "_string"}
 )
 _HARMLESS_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset),
@@ -569,9 +567,13 @@ _HARMLESS_TYPES = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _HARMLESS_FUNCTIONS = frozenset((sys.intern, sys._getframe, sys.exc_info))
-_HARMFUL_BUILTINS = frozenset("print input open exec eval compile breakpoint globals vars".split())
-# The library's own code uses these for a namedtuple or a dataclass.
-_FOR_THE_LIBRARY = frozenset("exec eval compile vars globals".split())
+_HARMFUL_BUILTINS = frozenset(
+    {"print", "input", "open", "exec", "eval", "compile", "breakpoint", "globals", "vars"}
+)
+# Of Python's library, what only looks at objects or makes classes, whatever that takes.
+_HARMLESS_CALLERS = frozenset(
+    {"inspect", "collections", "enum", "dataclasses", "typing", "abc", "re", "copy", "functools"}
+)
 
 
 def _is_harmless(function: Any) -> bool:
@@ -674,13 +676,8 @@ class Watch:
                 self._stop(refusal)
 
     def _judge(self, frame: types.FrameType, function: Any) -> None:
-        in_library = _is_stdlib(frame)
-        if (
-            not self.hears()
-            or not self._model_calls(frame)
-            or (in_library and function.__module__ == "builtins")
-            and function.__name__ in _FOR_THE_LIBRARY
-        ):
+        caller = frame.f_globals.get("__name__", "").partition(".")[0]
+        if caller in _HARMLESS_CALLERS or not (self.hears() and self._model_calls(frame)):
             return
         owner = function.__self__
         if isinstance(owner, random.Random) or "numpy.random" in (

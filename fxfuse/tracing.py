@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import enum
 import functools
-import inspect
-import itertools
 import pickle
 import random
 import sys
 import threading
 import traceback
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
