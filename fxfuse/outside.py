@@ -224,6 +224,10 @@ class _Place:
             self.owner.cell_contents = value
         elif isinstance(self.owner, type) and self.name not in vars(self.owner):
             pass  # it is a base's
+        elif _is_plain_object(self.owner) and not isinstance(
+            inspect.getattr_static(type(self.owner), self.name, None), types.MemberDescriptorType
+        ):
+            pass  # it is in its `__dict__`, which is put back as a whole
         elif value is MISSING:
             if isinstance(self.owner, dict):
                 del self.owner[self.name]
@@ -356,6 +360,9 @@ class Surroundings:
             if not isinstance(value, (tuple, frozenset)):
                 self._owners[id(value)] = value
             return list(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, type) and self._may_change(value):
+            self._owners[id(value)] = value
+            return []
         cls = type(value)
         if _is_plain_object(value) and id(value) not in self._owners and self._may_change(cls):
             self._owners[id(value)] = value
@@ -404,9 +411,7 @@ class Surroundings:
                     held |= {
                         name
                         for name in vars(base).keys() & self._names
-                        if isinstance(vars(base)[name], types.MemberDescriptorType)
-                        != isinstance(owner, type)
-                        and not isinstance(vars(base)[name], types.FunctionType)
+                        if not isinstance(vars(base)[name], types.FunctionType)
                     }
             if not isinstance(owner, type):
                 held |= {name for name in self._strings if not hasattr(owner, name)}
@@ -482,7 +487,7 @@ def _named(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...], tupl
                 chains.append(chain := [True, step.argval])
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"):
                 chain.append(step.argval)
-            elif step.opname != "CACHE":
+            elif step.opname not in ("CACHE", "COPY", "DUP_TOP"):  # the latter for `a.b += 1`
                 chain = []
     return tuple(names), tuple(strings), tuple(map(tuple, chains))
 
