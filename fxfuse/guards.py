@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -196,6 +197,8 @@ class Outside:
     def expression(self, name: Name) -> str:
         """True while it holds."""
         owner = name(self.owner)
+        if self.value is MISSING:
+            return f"not hasattr({owner}, {self.name!r})"
         found = f"{owner}.{self.name}"
         if isinstance(self.owner, dict):
             found = f"{owner}[{self.name!r}]"
@@ -367,9 +370,16 @@ def _equal(expression: str, value: Any, name: Name) -> str:
     if value is None or isinstance(value, bool):
         return f"{expression} is {value}"
     known = name(value)
-    if callable(value):
+    if callable(value) or not isinstance(value, _BY_VALUE):
         return f"{expression} is {known}"
     return f"({expression} is {known} or {name(_same)}({expression}, {known}))"
+
+
+# Any other object is itself alone: an equal one may be asked for other attributes.
+_BY_VALUE = (
+    *(int, float, complex, str, bytes, tuple, list, dict, set, frozenset, enum.Enum),
+    torch.device,
+)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -58,6 +58,8 @@ REMEDIES: dict[Reason, str] = {
     "random number.",
     Reason.TENSOR_CONSTANT: "Register the tensor as a buffer, or move norm and activation into a "
     "module of their own.",
+    Reason.NOT_REPEATED: "Move norm and activation into a module of their own, whose forward "
+    "calls nothing but torch.",
     Reason.CHANGES_STATE: "Move norm and activation into a module of their own, whose forward "
     "sets no attribute.",
     Reason.MUTABLE_ATTRIBUTE: "Keep the attribute as a number, string or tuple, or move norm and "

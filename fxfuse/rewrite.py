@@ -77,6 +77,7 @@ class Reason(Enum):
     RANDOM_NUMBER = "The forward around it draws a random number, which a graph would freeze."
     TENSOR_CONSTANT = "The forward around it makes a tensor, which a graph would freeze."
     CHANGES_STATE = "The forward around it changes {name}."
+    NOT_REPEATED = "The forward around it calls {function}, which a graph would not repeat."
     MUTABLE_ATTRIBUTE = "The forward around it reads {name}, a {kind}, whose changes go unseen."
     NOT_SUBCLASSABLE = "Its module's class allows no subclass: {error}."
     NOT_CALLED = "The forward around it does not call it."
@@ -425,6 +426,18 @@ class _Context:
         return [index for node, index in self.order.items() if self.written(node)]
 
     @functools.cached_property
+    def parameter_writes(self) -> list[tuple[fx.Node, Any]]:
+        """The nodes that write to a tensor of the module's, or a view of one, and that tensor."""
+        found = []
+        for writer in (self.nodes[index] for index in self.writers):
+            for value in self.written(writer):
+                while _is_view(value):
+                    value = value.all_input_nodes[0]
+                if (tensor := _attribute(value, self.root)) is not None:
+                    found.append((writer, tensor))
+        return found
+
+    @functools.cached_property
     def unknown(self) -> list[int]:
         """The places of the nodes that may write to a value unseen, in order."""
         return [index for node, index in self.order.items() if not _is_known(node, self.root)]
@@ -530,8 +543,31 @@ class _Chain:
         switch = next(self.context.between(self.context.switches, head, tail), None)
         if switch is not None:
             return Reason.MODE_SWITCH.because(switch=switch.name)
+        if (writer := self._parameter_writer(head)) is not None:
+            return Reason.WRITTEN_IN_PLACE.because(writer=writer.name, value="a parameter of it")
         place = next((part.node for part in self.parts if part.others), head)
         return self._hastened(place)
+
+    def _parameter_writer(self, head: fx.Node) -> fx.Node | None:
+        """A node after the first that writes to a parameter of that one.
+
+        The operator reads its parameters where the last of the chain stands, and again for the
+        gradient of all of it, of which the first node alone does so in eager.
+        """
+        if not self.context.parameter_writes:
+            return None
+        root = self.context.root
+        own = {id(_attribute(node, root)) for node in head.all_input_nodes} - {id(None)}
+        if head.op == "call_module":
+            own.update(map(id, root.get_submodule(str(head.target)).parameters()))
+        return next(
+            (
+                writer
+                for writer, tensor in self.context.parameter_writes
+                if id(tensor) in own and self._before(head, writer)
+            ),
+            None,
+        )
 
     def _hastened(self, place: fx.Node) -> Refusal | None:
         """What does not let the call wait until the chain comes to a place."""
@@ -752,6 +788,30 @@ _NO_EFFECT = frozenset(
 def _has_no_effect(node: fx.Node) -> bool:
     """Whether a node does nothing but give a result; what autograd leaves in a graph."""
     return node.op == "call_function" and node.target in _NO_EFFECT
+
+
+_VIEWS = frozenset(
+    {"getattr", "getitem", "detach", "view", "view_as", "reshape", "flatten", "t", "transpose"}
+    | {"permute", "squeeze", "unsqueeze", "expand", "narrow", "select", "chunk", "split", "unbind"}
+)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node gives the tensor that it reads, or a part or another view of it."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        node.op != "get_attr"
+        and len(node.all_input_nodes) == 1
+        and (name in _VIEWS or str(name).endswith("_"))
+    )
+
+
+def _attribute(node: fx.Node, root: nn.Module) -> Any:
+    """What a `get_attr` node reads now; None for any other node."""
+    value: Any = root if node.op == "get_attr" else None
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 _WRITING_OPERATORS = frozenset(

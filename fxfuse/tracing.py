@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import enum
 import functools
-import inspect
-import itertools
 import pickle
 import random
 import sys
 import threading
 import traceback
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,8 +26,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fxfuse import guards, nodes
+from fxfuse import guards, nodes, outside
 from fxfuse.guards import MISSING, TENSOR, Guard, Path
+from fxfuse.outside import is_library
 from fxfuse.rewrite import Reason, Refusal
 
 ORIGINAL = "_fxfuse_original"
@@ -105,12 +102,6 @@ def trace(
             vars(tracer).clear()
 
 
-def _is_library(frame: types.FrameType) -> bool:
-    """Whether code of torch or of ours runs in a frame, and not the model's."""
-    name: str = frame.f_globals.get("__name__", "")
-    return name == "torch" or name.startswith(("torch.", "fxfuse."))
-
-
 @functools.lru_cache(maxsize=1024)
 def _asks(code: types.CodeType) -> bool:
     """Whether a function may ask for the type of a value."""
@@ -137,7 +128,7 @@ class _Value(fx.Proxy):
         if frame.f_code is torch.is_tensor.__code__:
             return self._asked()
         # torch's C++ code asks about its arguments in the name of whoever calls it.
-        return type(self) if _is_library(frame) or not _asks(frame.f_code) else self._asked()
+        return type(self) if is_library(frame) or not _asks(frame.f_code) else self._asked()
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         return _Attribute(self, name)
@@ -172,7 +163,7 @@ class _TensorArgument(_Value):
     def __class__(self) -> Any:
         # The model believes it.  To torch it must not be one: its C++ code would crash.
         frame = sys._getframe(1)
-        believes = frame.f_code is torch.is_tensor.__code__ or not _is_library(frame)
+        believes = frame.f_code is torch.is_tensor.__code__ or not is_library(frame)
         return Tensor if believes else type(self)
 
 
@@ -188,6 +179,11 @@ _QUERIES = (
     "get_autocast_gpu_dtype",
     "get_default_dtype",
     "are_deterministic_algorithms_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+    "get_float32_matmul_precision",
+    "get_num_threads",
+    "get_num_interop_threads",
+    "initial_seed",
 )
 
 # What context managers call.  That the mode is what it was before proves nothing: it may be
@@ -243,14 +239,23 @@ class _Tracer(fx.Tracer):
         self.methods: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
         self.optional: dict[tuple[nn.Module, str], None] = {}
         self.queries: list[guards.Query] = []
+        reached = dict.fromkeys(plain(m) for m in (module, *inlined))
+        others = dict.fromkeys(map(plain, self.names))
+        self.outside = outside.Surroundings(reached, others)
+        self.watch = outside.Watch(self.outside, self._hears, self.refused)
 
     def run(self) -> Trace:
         classes = dict.fromkeys(plain(module) for module in (self.module, *self.inlined))
-        outside: list[Guard] = [guards.Outside(cls, "forward", cls.forward) for cls in classes]
+        own: list[Guard] = [guards.Outside(cls, "forward", cls.forward) for cls in classes]
         try:
-            places = _places([cls.forward for cls in classes], classes)
-            with _unchanged_outside(places), self._recorded_modes(), self._recorded_attributes():
+            self.outside.look(cls.forward for cls in classes)
+            self._refuse_unseen()
+            with self.outside.unchanged(), self._recorded_modes(), self._recorded_attributes():
                 graph = self.trace(self.module)
+        except outside.Stop:
+            assert self.refusal is not None
+        except outside.Changed as change:
+            raise Untraceable(Reason.CHANGES_STATE.because(name=change.name)) from change
         except Exception as error:
             frames = traceback.walk_tb(error.__traceback__)
             if any(f.f_globals.get("__name__") == "torch.utils.checkpoint" for f, _ in frames):
@@ -260,10 +265,7 @@ class _Tracer(fx.Tracer):
             raise untraceable(error) from error
         if self.refusal is not None:
             raise Untraceable(self.refusal)
-        found = {
-            place.key: place for place in (*places, *_places(self.attributes.values(), classes))
-        }
-        outside += itertools.chain.from_iterable(place.guards() for place in found.values())
+        self._refuse_unseen()
         return Trace(
             graph,
             self.pattern,
@@ -271,7 +273,9 @@ class _Tracer(fx.Tracer):
                 # Attributes first: `training` is what tells one variant from the other.
                 *(self._attribute(*read) for read in self.attributes.items()),
                 *self.queries,
-                *outside,
+                *self.watch.questions,
+                *own,
+                *self.outside.guards(),
                 *(guards.Method(self._path(m), name, f) for (m, name), f in self.methods.items()),
                 *(guards.Present(self._path(owner), name) for owner, name in self.optional),
                 *(guards.Children.of(self._path(owner), owner) for owner in self.containers),
@@ -281,12 +285,17 @@ class _Tracer(fx.Tracer):
             any(name == "training" for _, name in self.attributes),
         )
 
+    def _refuse_unseen(self) -> None:
+        if self.outside.unseen is not None:
+            name, kind = self.outside.unseen
+            raise Untraceable(Reason.MUTABLE_ATTRIBUTE.because(name=name, kind=kind))
+
     def _path(self, module: nn.Module) -> Path:
         return Path(self.names[module])
 
     def _attribute(self, read: tuple[nn.Module, str], value: Any) -> guards.Attribute:
         owner, name = read
-        if (kept := _snapshot(value)) is _MUTABLE:
+        if (kept := outside.snapshot(value)) is outside.MUTABLE:
             path = ".".join(filter(None, (self.names[owner], name)))
             kind = type(value).__name__
             raise Untraceable(Reason.MUTABLE_ATTRIBUTE.because(name=path, kind=kind))
@@ -312,7 +321,8 @@ class _Tracer(fx.Tracer):
             args, kwargs = self.arguments.values(self.pattern, tensors)
             self.listening = True
             try:
-                return root_fn(self.module, *args, **kwargs)
+                with self.watch.on():
+                    return root_fn(self.module, *args, **kwargs)
             finally:
                 self.listening = False
                 self.base = None
@@ -399,7 +409,7 @@ class _Tracer(fx.Tracer):
         """The innermost line of the forward that is neither torch's nor ours."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self.base:
-            if not _is_library(frame):
+            if not is_library(frame):
                 code = frame.f_code
                 return f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'
             frame = frame.f_back
@@ -442,6 +452,8 @@ class _Tracer(fx.Tracer):
         def __getattribute__(self: Any, name: str) -> Any:
             if name in _UNRECORDED or not tracer._hears() or self not in tracer.names:
                 return cls.__getattribute__(self, name)
+            if name in ("__dict__", "forward") and is_library(sys._getframe(1)):
+                return cls.__getattribute__(self, name)
             if name == "_modules":
                 tracer.containers[self] = None
                 return cls.__getattribute__(self, name)
@@ -464,6 +476,7 @@ class _Tracer(fx.Tracer):
                 path = ".".join(filter(None, (tracer.names[self], name)))
                 return tracer.create_proxy("get_attr", path, (), {})
             tracer.attributes.setdefault((self, name), value)
+            tracer.outside.look([value])
             return value
 
         def __getattr__(self: Any, name: str) -> Any:
@@ -493,8 +506,7 @@ class _Tracer(fx.Tracer):
             @functools.wraps(function)
             def ask(*args: Any) -> Any:
                 answer = function(*args)
-                asker = sys._getframe(1).f_globals.get("__name__", "")
-                if self._hears() and not asker.startswith("torch."):
+                if self._hears() and not is_library(sys._getframe(1)):
                     self.queries.append(guards.Query(function, args, answer))
                 return answer
 
@@ -557,7 +569,7 @@ def subclass(cls: type, body: dict[str, Any], *marks: type) -> type:
 
 
 # What nn.Module keeps in every instance, and what Python asks for by itself.
-_UNRECORDED = (frozenset(vars(nn.Module())) | {"__class__", "__dict__", "forward"}) - {
+_UNRECORDED = (frozenset(vars(nn.Module())) | {"__class__"}) - {
     "training",
     "_modules",
 }
@@ -630,277 +642,12 @@ def _same_random_state() -> Iterator[None]:
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Refuses a forward that changed an attribute; the attributes are put back."""
-    before: dict[int, _Container] = {}
+    before: dict[int, Any] = {}
     for submodule in module.modules():
-        _write_down(vars(submodule), "", before)
+        outside.write_down(vars(submodule), "", before)
     try:
         yield
     finally:
         changed = [name for container in before.values() for name in container.put_back()]
         if changed:  # whatever else went wrong
             raise Untraceable(Reason.CHANGES_STATE.because(name=changed[0]))
-
-
-@dataclass
-class _Container:
-    """What a container held; `name` is the attribute that it is, or lies in."""
-
-    value: Any
-    name: str
-    items: list[Any]
-
-    @classmethod
-    def of(cls, value: Any, name: str) -> _Container:
-        return cls(value, name, list(value.items() if isinstance(value, dict) else value))
-
-    def put_back(self) -> list[str]:
-        """Makes it what it was; returns the names of the attributes that had changed."""
-        now = _Container.of(self.value, self.name).items
-        if len(now) == len(self.items) and all(map(_alike, now, self.items)):
-            return []
-        if not isinstance(self.value, dict):
-            self.value.clear()
-            (self.value.update if isinstance(self.value, set) else self.value.extend)(self.items)
-            return [self.name]
-        before = dict(self.items)
-        changed = [key for key, value in now if before.get(key, MISSING) is not value]
-        changed += [key for key in before if key not in self.value]
-        # Key by key, because another thread may be reading the others.
-        for key in changed:
-            if key in before:
-                self.value[key] = before[key]
-            else:
-                del self.value[key]
-        if [*self.value] != [*before]:
-            for key in before:  # in the order that they had
-                self.value[key] = self.value.pop(key)
-        return [_attribute_name(self.name, key) for key in changed] or [self.name]
-
-
-def _attribute_name(inside: str, key: Any) -> str:
-    """The attribute that an entry of a dict is or lies in."""
-    kinds = ("", "_parameters", "_buffers", "_modules")
-    return str(key) if inside in kinds else inside
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two items are the same object, or two entries of a dict the same key and value."""
-    if type(one) is type(other) is tuple and len(one) == len(other) == 2:
-        return one[0] is other[0] and one[1] is other[1]
-    return one is other
-
-
-def _write_down(value: Any, name: str, found: dict[int, _Container]) -> None:
-    """Keeps what a value, and every container in it, holds."""
-    if id(value) in found:
-        return
-    if isinstance(value, (dict, list, set, deque)):
-        found[id(value)] = _Container.of(value, name)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _write_down(item, _attribute_name(name, key), found)
-    elif isinstance(value, (list, tuple, deque)):
-        for item in value:
-            _write_down(item, name, found)
-
-
-# ---- what a forward finds outside of its module ---------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """Where code finds a value that is not its module's: a global name, a closure, a default."""
-
-    owner: Any
-    name: str
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """The same for the same place."""
-        return id(self.owner), self.name
-
-    @property
-    def value(self) -> Any:
-        """What is there; MISSING where nothing is that is always the same object."""
-        if isinstance(self.owner, types.CellType):
-            try:
-                return self.owner.cell_contents
-            except ValueError:
-                return MISSING
-        if isinstance(self.owner, dict):
-            return self.owner.get(self.name, MISSING)
-        if isinstance(self.owner, types.FunctionType):
-            return getattr(self.owner, self.name)
-        if isinstance(self.owner, types.ModuleType):
-            return vars(self.owner).get(self.name, MISSING)
-        value = inspect.getattr_static(self.owner, self.name, MISSING)
-        computed = hasattr(type(value), "__get__") and not isinstance(self.owner, type)
-        return MISSING if computed else value
-
-    def put_back(self, value: Any) -> None:
-        """Sets it to what it was."""
-        if isinstance(self.owner, types.CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, dict):
-            self.owner[self.name] = value
-        else:
-            setattr(self.owner, self.name, value)
-
-    def guards(self) -> list[Guard]:
-        """What tells whether the value is still the same, where a guard can tell."""
-        value = self.value
-        whole = isinstance(value, (types.ModuleType, nn.Module, type(MISSING)))
-        if whole or isinstance(self.owner, types.FunctionType):
-            return []
-        kept = _snapshot(value)
-        return [] if kept is _MUTABLE else [guards.Outside(self.owner, self.name, kept)]
-
-
-def _places(functions: Collection[Any], classes: Collection[type]) -> list[_Place]:
-    """Where functions, and those that they name, find values.
-
-    Args:
-        functions: The functions.
-        classes: Their methods count as named where a function names an attribute like them.  Their
-            packages and files that are not installed may change; other libraries are not looked at.
-    """
-    found: dict[tuple[int, str], _Place] = {}
-    waiting, done = list(functions), set()
-    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
-    own = {*map(_home, bases)} - {"torch", "builtins"}
-
-    def may_change(value: Any) -> bool:
-        home = _home(value)
-        return home is None or home in own or not _is_library_package(home)
-
-    while waiting:
-        function = waiting.pop()
-        if not isinstance(function, types.FunctionType) or function in done:
-            continue
-        if not may_change(function):
-            continue
-        done.add(function)
-        names, chains = _named(function.__code__)
-        places = [_Place(function, "__defaults__"), _Place(function, "__kwdefaults__")]
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        places += [_Place(cell, name) for name, cell in cells if name != "__class__"]
-        module = sys.modules.get(function.__module__ or "")
-        scope = function.__globals__
-        home = module if module is not None and vars(module) is scope else scope
-        for first, *rest in chains:
-            if first not in scope:
-                continue  # Python's own
-            places.append(_Place(home, first))
-            for name in rest:
-                owner = places[-1].value
-                if not (hasattr(owner, "__dict__") and may_change(owner)):
-                    break
-                places.append(_Place(owner, name))
-        places += [
-            _Place(base, name)
-            for base in bases
-            for name in names
-            if isinstance(vars(base).get(name), types.FunctionType) and may_change(base)
-        ]
-        found.update((place.key, place) for place in places)
-        waiting += [place.value for place in places]
-    return list(found.values())
-
-
-@functools.lru_cache(maxsize=4096)
-def _named(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The names that code has: all, and the global ones, each with the attributes asked of it."""
-    names, chains = list(code.co_names), []
-    chain: list[str] = []
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            chains.append(chain := [step.argval])
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain.append(step.argval)
-        elif step.opname != "CACHE":
-            chain = []
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _named(constant)
-            names += inner[0]
-            chains += map(list, inner[1])
-    return tuple(names), tuple(map(tuple, chains))
-
-
-def _home(value: Any) -> str | None:
-    """The package that a module, a class or a function is of; None for any other object."""
-    if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0]
-    if isinstance(value, (type, types.FunctionType)):
-        return str(value.__module__).partition(".")[0]
-    return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library_package(name: str) -> bool:
-    """Whether a package is Python's, torch's, ours, or installed: no code of the model's author."""
-    if name in sys.stdlib_module_names or name in ("torch", "fxfuse"):
-        return True
-    file = str(getattr(sys.modules.get(name), "__file__", None))
-    return "site-packages" in file or "dist-packages" in file
-
-
-@contextlib.contextmanager
-def _unchanged_outside(places: list[_Place]) -> Iterator[None]:
-    """Refuses a forward that changed what it found outside of the module; that is put back."""
-    before = [(place, place.value) for place in places]
-    containers: dict[int, _Container] = {}
-    for place, value in before:
-        _write_down(value, place.name, containers)
-    try:
-        yield
-    finally:
-        changed = [name for container in containers.values() for name in container.put_back()]
-        for place, value in before:
-            if place.value is not value:
-                changed.append(place.name)
-                place.put_back(value)
-        if changed:  # whatever else went wrong
-            raise Untraceable(Reason.CHANGES_STATE.because(name=changed[0]))
-
-
-# ---- values that a guard can compare --------------------------------------------------------
-
-_MUTABLE: Any = object()
-_CONSTANT = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    functools.partial,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
-    nn.Module,
-    type(MISSING),
-)
-
-
-def _snapshot(value: Any) -> Any:
-    """A value to compare with later, or `_MUTABLE` where a change would not be seen."""
-    if isinstance(value, _CONSTANT):
-        return value
-    if type(value) in (tuple, list, set, frozenset):
-        items = [_snapshot(item) for item in value]
-        return _MUTABLE if any(item is _MUTABLE for item in items) else type(value)(items)
-    if type(value) is dict:
-        copies = {key: _snapshot(item) for key, item in value.items()}
-        return _MUTABLE if any(item is _MUTABLE for item in copies.values()) else copies
-    return _MUTABLE

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import dataclasses
+import functools
 import gc
 import inspect
 import io
+import logging
 import operator
+import os
 import pickle
 import random
 import re
@@ -17,12 +21,14 @@ import textwrap
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1164,6 +1170,7 @@ def test_an_edit_after_optimize_shows_at_the_next_call(edit: Any) -> None:
 # What the forwards below find outside of their modules.
 FACTOR, FACTORS, FLAG = 2.0, {"y": 2.0}, False
 SETTINGS = types.SimpleNamespace(factor=2.0)
+SETTINGS_TOO = types.SimpleNamespace(factor=3.0)
 
 
 def scaled(y: Tensor) -> Tensor:
@@ -1256,6 +1263,82 @@ def in_an_attribute() -> tuple[nn.Module, Any]:
     return FindsAnAttribute(), lambda *_: factors.append(factors.pop() + 1)
 
 
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+class Plain:
+    factor = 2.0
+
+
+OBJECT, SLOTTED = Plain(), Slotted()
+HELD = {"here": [OBJECT]}
+
+
+def the_object() -> Plain:
+    return OBJECT
+
+
+class FindsByAnotherName(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        settings, slots = OBJECT, SLOTTED
+        return super().forward(x) * settings.factor * slots.factor
+
+
+class FindsThroughAFunction(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * getattr(the_object(), "factor")  # noqa: B009
+
+
+class FindsInAContainer(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        (found,) = HELD["here"]
+        return super().forward(x) * found.factor
+
+
+class FindsNothing(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * getattr(OBJECT, "further", 2)
+
+
+class FindsByItsType(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * type(self).factor
+
+
+class FindsInTheEnvironment(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * float(os.environ.get("FXFUSE_FACTOR", "2"))
+
+
+class FindsASetting(Finds):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * (2 if torch.backends.cudnn.benchmark else 3)
+
+
+class Helper(nn.Module):
+    factor = 2.0
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return scaled(y)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y * 2
+
+
+class FindsInAChild(Finds):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.helper.scaled(super().forward(x))
+        return self.helper.forward(y) * type(self.helper).factor
+
+
 def triple(self: Any, y: Tensor) -> Tensor:
     return y * 3
 
@@ -1300,6 +1383,62 @@ CHANGES: dict[str, Any] = {
         FindsADefaultDtype(),
         lambda *_: torch.set_default_dtype(torch.float64),
     ),
+    "an object by another name": lambda patch: (
+        FindsByAnotherName(),
+        lambda *_: patch.setattr(OBJECT, "factor", 3.0),
+    ),
+    "a slot": lambda patch: (
+        FindsByAnotherName(),
+        lambda *_: patch.setattr(SLOTTED, "factor", 3.0),
+    ),
+    "an object's class": lambda patch: (
+        FindsThroughAFunction(),
+        lambda *_: patch.setattr(Plain, "factor", 3.0),
+    ),
+    "an object from a function": lambda patch: (
+        FindsThroughAFunction(),
+        lambda *_: patch.setattr(OBJECT, "factor", 3.0, raising=False),
+    ),
+    "an object in a container": lambda patch: (
+        FindsInAContainer(),
+        lambda *_: patch.setattr(OBJECT, "factor", 3.0),
+    ),
+    "another object in a container": lambda patch: (
+        FindsInAContainer(),
+        lambda *_: patch.setitem(HELD, "here", [SETTINGS_TOO]),
+    ),
+    "an attribute that an object has not": lambda patch: (
+        FindsNothing(),
+        lambda *_: patch.setattr(OBJECT, "further", 3.0, raising=False),
+    ),
+    "an attribute of the type": lambda patch: (
+        FindsByItsType(),
+        lambda *_: patch.setattr(FindsByItsType, "factor", 3.0),
+    ),
+    "an attribute of the type's base": lambda patch: (
+        FindsByItsType(),
+        lambda *_: patch.setattr(Finds, "factor", 3.0),
+    ),
+    "the environment": lambda patch: (
+        FindsInTheEnvironment(),
+        lambda *_: patch.setenv("FXFUSE_FACTOR", "3"),
+    ),
+    "a setting of torch's": lambda patch: (
+        FindsASetting(),
+        lambda *_: patch.setattr(torch.backends.cudnn, "benchmark", True),
+    ),
+    "a global of a child's method": lambda patch: (
+        FindsInAChild(),
+        lambda *_: patch.setattr(HERE, "FACTOR", 3.0),
+    ),
+    "a child's forward": lambda patch: (
+        FindsInAChild(),
+        lambda *_: patch.setattr(Helper, "forward", triple),
+    ),
+    "an attribute of a child's type": lambda patch: (
+        FindsInAChild(),
+        lambda *_: patch.setattr(Helper, "factor", 3.0),
+    ),
     "a flag": lambda patch: (Raises(), lambda *_: patch.setattr(HERE, "FLAG", True)),
     "a closure": lambda patch: in_a_closure(),
     "an attribute's closure": lambda patch: in_an_attribute(),
@@ -1325,7 +1464,8 @@ def test_what_a_forward_finds_outside_of_its_module_is_guarded(
     assert runs(optimized, x)
     assert runs(duplicate, x)
     torch._dynamo.reset()
-    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+    whole = change != "a setting of torch's"  # for which Dynamo breaks the graph
+    compiled = torch.compile(optimized, backend="eager", fullgraph=whole)
     torch.testing.assert_close(compiled(x), model(x))
     torch._dynamo.reset()
     of_each = change == "a method of the instance"
@@ -2061,6 +2201,304 @@ def test_a_mode_that_is_on_while_optimizing_hides_no_switch(cls: type[Block]) ->
         assert reason(OwnGradient()) == "untraceable"
     with torch.autocast("cpu", torch.bfloat16):
         assert reason(Autocast()) == "context_manager"
+
+
+class Tally:
+    """Of the calls, in every way."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    def add(self) -> None:
+        self.items.append(1)
+
+    @property
+    def next(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class SlottedTally:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+TALLY, SLOTTED_TALLY = Tally(), SlottedTally()
+TALLIES = {"of": [TALLY]}
+NUMBERS, ONE = np.zeros(1), torch.zeros(1)
+DRAWS = random.Random(1)
+LOGGER = logging.getLogger("fxfuse.tests")
+
+
+def the_tally() -> Tally:
+    return TALLY
+
+
+@functools.lru_cache
+def remembered(key: str) -> int:
+    TALLY.add()
+    return 2
+
+
+def through_another_name(self: Any) -> None:
+    tally = TALLY
+    tally.calls += 1
+
+
+def through_a_function(self: Any) -> None:
+    the_tally().calls += 1
+
+
+def through_a_container(self: Any) -> None:
+    for tally in TALLIES["of"]:
+        tally.calls += 1
+
+
+def through_a_method(self: Any) -> None:
+    TALLY.add()
+
+
+def through_a_property(self: Any) -> None:
+    assert TALLY.next > 0
+
+
+def through_a_partial(self: Any) -> None:
+    functools.partial(TALLY.items.append, 1)()
+
+
+def through_a_cache(self: Any) -> None:
+    remembered("key")
+
+
+def in_a_slot(self: Any) -> None:
+    SLOTTED_TALLY.calls += 1
+
+
+def on_a_class(self: Any) -> None:
+    Tally.calls += 1
+
+
+def on_a_function(self: Any) -> None:
+    the_tally.calls = getattr(the_tally, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+def in_an_array(self: Any) -> None:
+    NUMBERS[0] += 1
+
+
+def in_a_tensor(self: Any) -> None:
+    ONE.add_(1)
+
+
+def in_a_tensor_by_index(self: Any) -> None:
+    ONE[0] += 1
+
+
+def in_the_environment(self: Any) -> None:
+    os.environ["FXFUSE_CALLS"] = os.environ.get("FXFUSE_CALLS", "") + "x"
+
+
+def in_a_child(self: Any) -> None:
+    self.act.calls = getattr(self.act, "calls", 0) + 1
+
+
+def by_its_dict(self: Any) -> None:
+    self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+
+
+def by_print(self: Any) -> None:
+    print("called")
+
+
+def by_a_stream(self: Any) -> None:
+    sys.stdout.write("called")
+
+
+def by_a_warning(self: Any) -> None:
+    warnings.warn("called", stacklevel=1)
+
+
+def by_a_logger(self: Any) -> None:
+    LOGGER.warning("called")
+
+
+def by_a_thread(self: Any) -> None:
+    thread = threading.Thread(target=TALLY.add)
+    thread.start()
+    thread.join()
+
+
+def by_drawing(self: Any) -> None:
+    DRAWS.random()
+
+
+def by_the_clock(self: Any) -> None:
+    time.perf_counter()
+
+
+def by_a_folder(self: Any) -> None:
+    os.path.exists("there")
+
+
+def by_globals(self: Any) -> None:
+    globals()["GLOBAL"] = globals().get("GLOBAL", 0) + 1
+
+
+EFFECTS = {
+    through_another_name: "changes_state",
+    through_a_function: "changes_state",
+    through_a_container: "changes_state",
+    through_a_method: "changes_state",
+    through_a_property: "changes_state",
+    through_a_partial: "changes_state",
+    through_a_cache: "changes_state",
+    in_a_slot: "changes_state",
+    on_a_class: "changes_state",
+    on_a_function: "changes_state",
+    in_an_array: "mutable_attribute",
+    in_a_tensor: "not_repeated",
+    in_a_tensor_by_index: "changes_state",
+    in_the_environment: "not_repeated",
+    in_a_child: "changes_state",
+    by_its_dict: "changes_state",
+    by_print: "not_repeated",
+    by_a_stream: "not_repeated",
+    by_a_warning: "not_repeated",
+    by_a_logger: "not_repeated",
+    by_a_thread: "not_repeated",
+    by_drawing: "random_number",
+    by_the_clock: "not_repeated",
+    by_a_folder: "not_repeated",
+    by_globals: "not_repeated",
+}
+
+
+def traces_of_effects(model: nn.Module, capsys: Any, records: Any, warned: Any) -> list[Any]:
+    """All that the functions above can leave."""
+    return [
+        (TALLY.calls, len(TALLY.items), SLOTTED_TALLY.calls, vars(the_tally).get("calls")),
+        (float(NUMBERS[0]), float(ONE), os.environ.get("FXFUSE_CALLS"), globals().get("GLOBAL")),
+        (vars(model.act).get("calls"), vars(model).get("calls"), DRAWS.getstate()),
+        (capsys.readouterr().out, len(records), len(warned)),
+    ]
+
+
+@pytest.mark.parametrize("effect", EFFECTS, ids=lambda effect: effect.__name__)
+def test_what_a_forward_does_beside_torch_is_done_at_each_call_and_never_by_tracing(
+    effect: Any,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Does(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            effect(self)
+            return super().forward(x)
+
+    monkeypatch.delenv("FXFUSE_CALLS", raising=False)
+    found = []
+    for optimize in (False, True):
+        remembered.cache_clear()
+        TALLY.__init__()  # type: ignore[misc]
+        for owner, name in ((TALLY, "calls"), (the_tally, "calls"), (HERE, "GLOBAL")):
+            vars(owner).pop(name, None)
+        Tally.calls = SLOTTED_TALLY.calls = 0
+        os.environ.pop("FXFUSE_CALLS", None)
+        DRAWS.seed(1)
+        caplog.clear()
+        NUMBERS[0] = 0
+        ONE.zero_()
+        model = Does()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            before = traces_of_effects(model, capsys, caplog.records, warned)
+            if optimize:
+                model = fxfuse.optimize(model)
+                assert traces_of_effects(model, capsys, caplog.records, warned) == before
+                (site,) = fxfuse.report(model).sites
+                assert site.code == EFFECTS[effect], site.reason
+            for _ in range(3):
+                model(inputs())
+                found.append(traces_of_effects(model, capsys, caplog.records, warned))
+    assert found[:3] == found[3:]
+
+
+def test_a_logger_that_is_silent_is_guarded(caplog: pytest.LogCaptureFixture) -> None:
+    class Logs(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            LOGGER.debug("called")
+            return super().forward(x)
+
+    optimized = fxfuse.optimize(Logs())
+    assert runs(optimized, inputs())
+    with caplog.at_level(logging.DEBUG, LOGGER.name):
+        for _ in range(2):
+            optimized(inputs())
+    assert len(caplog.records) == 2
+    assert runs(optimized, inputs())
+
+
+def test_tracing_lets_a_profiler_go_on() -> None:
+    calls = []
+    sys.setprofile(lambda *event: calls.append(event))
+    try:
+        profiler = sys.getprofile()
+        fxfuse.optimize(Block())
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    profile = cProfile.Profile()
+    profile.enable()
+    optimized = fxfuse.optimize(Block())
+    optimized(inputs())
+    profile.disable()
+    assert fused(optimized) == 1
+    assert any("find" in str(entry.code) for entry in profile.getstats())
+
+
+def by_data(weight: Tensor) -> None:
+    weight.data.mul_(1.5)
+
+
+def by_a_view(weight: Tensor) -> None:
+    weight.detach()[0].mul_(1.5)
+
+
+@pytest.mark.parametrize("write", [by_data, by_a_view])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_norm_whose_parameters_the_forward_writes_to(
+    write: Any, when: str, residual: bool, tied: bool
+) -> None:
+    class Writes(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alias = self.norm.weight
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            weight = self.alias if tied else self.norm.weight
+            if when == "before":
+                write(weight)
+            y = self.norm(self.linear(x))
+            if when == "between":
+                write(weight)
+            y = self.act(y + x if residual else y)
+            if when == "after":
+                write(weight)
+            return y
+
+    model = Writes()
+    optimized = fxfuse.optimize(copy.deepcopy(model))
+    (site,) = fxfuse.report(optimized).sites
+    assert site.code == ("fused" if when == "before" else "written_in_place")
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(optimized(inputs()), model(inputs()))
 
 
 class NormAndActivation(nn.Module):

@@ -272,14 +272,14 @@ NETWORKS = [
         "diffusers UNet2DConditionModel",
         diffusers_model("UNet2DConditionModel", **UNET_CONDITION),
         unet_condition_inputs(),
-        {"fused": 16, "untraceable": 5},
+        {"fused": 16, "untraceable": 1, "not_repeated": 4},
         compiled=17,
     ),
     Network(
         "diffusers UNet2DConditionModel, a tuple",
         diffusers_model("UNet2DConditionModel", **UNET_CONDITION),
         unet_condition_inputs(return_dict=False),
-        {"fused": 16, "untraceable": 5},
+        {"fused": 16, "untraceable": 1, "not_repeated": 4},
         compiled=17,
     ),
     Network(
