@@ -43,8 +43,23 @@
 // W stays, and there are few tiles of 64 x 256: with 32, (512, 256) to 1024, 9.8 against 10.4 with
 // two kernels, in float32 10.6 against 10.5; with 16, (256, 256) to 1024, 9.8 and 9.8.
 //
-// Float with TF32 follows the rules of 16 bits, not measured yet: both the product and the kernel
-// behind it take twice as long there.
+// Float with TF32, in the same way (H200, torch 2.11, 2026-12-01):
+//
+//         M      K      N   group    used    Linear   two kernels   one
+//      4096   8192   8192     512    0.97      1474         1.045   1.007
+//      8192   4096   4096     512    0.97       840         1.080   0.935
+//      8192   2048   4096     512    0.97       446         1.133   0.961
+//     16384   1024   4096     512    0.97       392         1.339   1.105
+//     16384    512   4096     512    0.97       241         1.576   1.240
+//     16384    256   4096      64    0.97       140         1.978   1.218
+//     16384    128   4096      64                100         2.335   1.013
+//     16384    128   8192     512                207         2.309   1.506
+//       768   8192   4096     128    0.73       164         1.037   0.997
+//       768   2048   4096     128    0.73        51         1.129   0.977
+//       512   1024   4096     128    0.48        21         1.252   1.445
+//       512    512   4096     128    0.48        15         1.351   1.356
+//       512    256   4096     128    0.48        13         1.432   1.274
+//      1024    256   1024     128    0.24        10         1.333   1.494
 #pragma once
 #include "plan.h"
 
@@ -134,7 +149,7 @@ struct LinearPlan {
       if (p.batch < 64 || blocks * share < gpu.multiprocessors) {
         return "the output has too few tiles for the GPU";
       }
-    } else if (used < least_used(p.features)) {
+    } else if (used < least_used(p.dtype, p.features)) {
       return "too much of the GPU would be idle, or in tiles that are not full";
     }
     way = stays ? Way::kStationary : Way::kTiles;
@@ -147,7 +162,8 @@ struct LinearPlan {
 
   // Two kernels fill the GPU better where tiles do not, but write and read the Linear's result,
   // which is less beside a longer product.
-  static double least_used(int64_t features) {
+  static double least_used(Dtype dtype, int64_t features) {
+    if (dtype == kFloat) return features <= 256 ? 0.45 : 0.7;
     return features <= 512    ? 0.6
            : features <= 1024 ? 0.65
            : features <= 2048 ? 0.78
