@@ -491,7 +491,21 @@ class _Tracer(fx.Tracer):
                     tracer.optional[self, name] = None
             return value
 
-        body = {"__getattribute__": __getattribute__, "__getattr__": __getattr__}
+        def _named_members(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            """What parameters() and buffers() are made of: tensors here as by their names."""
+            prefix = kwargs.get("prefix")
+            for name, member in cls._named_members(self, *args, **kwargs):
+                if isinstance(member, Tensor) and tracer._hears() and self in tracer.names:
+                    path = name.removeprefix(f"{prefix}.") if prefix else name
+                    owner, _, last = path.rpartition(".")
+                    member = getattr(self.get_submodule(owner), last)
+                yield name, member
+
+        body = {
+            "__getattribute__": __getattribute__,
+            "__getattr__": __getattr__,
+            "_named_members": _named_members,
+        }
         return subclass(cls, body)
 
     @contextlib.contextmanager
@@ -569,7 +583,7 @@ def subclass(cls: type, body: dict[str, Any], *marks: type) -> type:
 
 
 # What nn.Module keeps in every instance, and what Python asks for by itself.
-_UNRECORDED = (frozenset(vars(nn.Module())) | {"__class__"}) - {
+_UNRECORDED = (frozenset(vars(nn.Module())) | {"__class__", "_named_members"}) - {
     "training",
     "_modules",
 }

@@ -805,7 +805,7 @@ def test_tf32_is_taken_where_torch_allows_it_in_that_call(setting: str) -> None:
         SETTINGS[setting](True)
         doors = list(fused_by_every_door(model, x))
         for door, _, report in doors:
-            (site,) = report.sites
+            *_, site = report.sites  # that of torch.compile has the graphs before it too
             assert "the Linear as well: in TF32, " in site.reason, door
         for allowed in (True, False, True):
             SETTINGS[setting](allowed)
@@ -817,7 +817,7 @@ def test_tf32_is_taken_where_torch_allows_it_in_that_call(setting: str) -> None:
                 assert error < 2e-2, (door, allowed, error)
         SETTINGS[setting](False)
         for door, function, report in fused_by_every_door(model, x):
-            (site,) = report.sites
+            *_, site = report.sites
             assert "float32 without TF32" in site.reason, door
             assert deviation(function(x), right)[1] < 1e-4, door
     finally:

@@ -1480,6 +1480,49 @@ def test_what_a_forward_finds_outside_of_its_module_is_guarded(
         torch.testing.assert_close(m(x), model(x), rtol=1e-6, atol=1e-6)
 
 
+def test_parameters_and_buffers_are_read_as_they_are_at_each_call() -> None:
+    class Asks(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("gain", torch.full((1,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = x.to(next(self.parameters()).dtype)
+            for _, gain in self.named_buffers(prefix="all"):
+                x = x * gain
+            bias = dict(self.linear.named_parameters())["bias"]
+            return super().forward(x) + bias
+
+    model = Asks()
+    optimized, x = fxfuse.optimize(model), inputs()
+    assert fused(optimized) == 1
+    for edit in (
+        lambda m: m.gain.mul_(3),
+        lambda m: m.linear.bias.detach().mul_(3),
+        lambda m: m.double(),
+    ):
+        for m in (model, optimized):
+            edit(m)
+        assert runs(optimized, x)
+        assert_same(model, optimized, x)
+
+
+def test_a_branch_on_the_dtype_of_a_parameter_is_no_part_of_the_graph() -> None:
+    class Asks(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            if next(self.parameters()).dtype == torch.float64:
+                return x
+            return super().forward(x)
+
+    model = Asks()
+    optimized, x = fxfuse.optimize(model), inputs()
+    assert fxfuse.report(optimized).sites[0].code == "untraceable"
+    assert_same(model, optimized, x)
+    for m in (model, optimized):
+        m.double()
+    assert_same(model, optimized, x)
+
+
 def test_other_libraries_are_not_looked_into() -> None:
     class Warns(Block):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
