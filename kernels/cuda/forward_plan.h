@@ -71,7 +71,9 @@
 //
 // Spans are for small groups that are not whole vectors of 16 bytes, or not aligned: up to 480
 // elements in float32, 992 in 16 bits, 288 in double.  With longer runs of a lane there are no
-// registers for values, weight and bias.
+// registers for values, weight and bias.  Long runs are for what fills the GPU: (4096, 1000) in 8
+// groups in bfloat16 takes 11.9 with runs of 9, 14.9 with 5 and 14.8 with 15; (33, 93) in 3 takes
+// 1.5 with runs of 3, 1.6 with 9.
 //
 // What normalize_rows and normalize_spans do with a group of (N, C) rows is in rows.cuh and
 // spans.cuh.

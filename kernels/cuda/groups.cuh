@@ -20,12 +20,12 @@
 // Fallback.  An input that is not aligned to 16 bytes is copied in pieces of 8 or 4 bytes, or by
 // elements; an output that is not, is written by elements.  Without clusters, one block.
 //
-// Measured, before the moments were taken while copies were on their way.  As in rows.cuh, in
-// bfloat16.  (64, 256, 56, 56) in 32 groups with relu: 57.8 us behind 53.4 (gelu 77.6; float32
-// 104.3 behind 103.9); (2, 320, 64, 64) in 32 groups with silu: 6.6 behind 3.6; (4, 320, 128,
-// 128): 31.1 behind 22.6; (8, 128, 256, 256): 83.3 behind 69.3; (64, 2048, 7, 7) with relu: 13.6
-// behind 9.0; (1024, 16384) in one group: 28.9 behind 18.4.  Bulk copies in place of each thread's
-// own were no faster: 57.9 against 57.1 us for the first, 7.4 against 7.2 for the second.
+// Measured.  As in rows.cuh, in bfloat16 (H200, 2026-12-01).  (64, 256, 56, 56) in 32 groups with
+// relu: 59 us behind 52; (2, 320, 64, 64) in 32 groups with silu: 6.8 behind 3.8; (4, 320, 128,
+// 128): 32 behind 22; (64, 2048, 7, 7) with relu: 14.4 behind 7.9; (1024, 16384) in one group: 28.8
+// behind 18.2.  With a cold L2 cache small problems gain most by taking moments while copies are on
+// their way: (2, 320, 64, 64) 10.3 in place of 12.0, (2, 1280, 16, 16) 7.6 of 9.2.  Bulk copies in
+// place of each thread's own were no faster, nor were walks over several groups in two buffers.
 #pragma once
 #include "normalize.cuh"
 
