@@ -24,6 +24,8 @@ FORWARD: dict[str, tuple[tuple[int, ...], int]] = {
     "spans, a warp for a group": ((33, 3 * 455), 3),
     "spans, the longest runs of 16-bit types": ((7, 2 * 991), 2),
     "spans, many rounds for each team": ((20_001, 99), 3),
+    "spans, groups of two that a lane has several of": ((5003, 18), 9),
+    "spans, groups of four that a lane has several of": ((9001, 20), 5),
     "spans, a spatial size": ((70, 8, 5, 3), 2),
     "a block": ((150, 8, 20, 20), 2),
     "a block, a vector of two channels": ((150, 16, 7, 7), 1),

@@ -26,7 +26,8 @@ inline EncodeTensorMap encode_tensor_map() {
 
 // A map of `rank` dimensions, the innermost first, for boxes of 128 bytes in that one.  What lies
 // outside of the tensor is copied as zeros, and floats are rounded to TF32 on the way, to nearest
-// and ties to even as cuBLAS does, where the products would cut off the digits that they do not see.
+// and ties to even as cuBLAS does, where the products would cut off the digits that they do not
+// see.
 template <class T, int kRank>
 cudaError_t encode(CUtensorMap& map, const void* address, const cuuint64_t (&sizes)[kRank],
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {

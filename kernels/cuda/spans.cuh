@@ -2,7 +2,7 @@
 // not lie at multiples of those: (N, C) rows in groups of any size.
 //
 // Idea.  Groups of (N, C) rows lie one behind another, across the rows too.  So what a warp works
-// on at once, one to 32 whole groups, is one span of memory: it is copied into shared memory in
+// on at once, one to 128 whole groups, is one span of memory: it is copied into shared memory in
 // whole 16 bytes, with what lies beside it in the first and the last of them, and stored the same
 // way.  In between a team of lanes holds a group in registers, as in rows.cuh: it stays with one
 // group of channels and walks down the batch, and the next spans are on their way meanwhile.
@@ -12,17 +12,18 @@
 // Work split.  The groups of the batch are numbered as they lie.  A team has every step-th of them,
 // where a step is whole rows.  A lane has a run of neighbouring elements, of more than 4 an odd
 // number: so lanes that read the same element of their runs hardly ever meet in a bank of shared
-// memory.
+// memory.  Of groups of 4 or 8 bytes a lane has several, side by side.
 //
 // Limits.  K elements in each lane of a warp: up to 31 of 16 bits, 15 floats, 9 doubles.
 //
 // Fallback.  None: any size, any address.
 //
 // Measured.  As in rows.cuh, in parentheses the time with every lane loading its own elements
-// (H200, 2026-12-01).  (1023, 8190) in 18 groups with hardtanh: 22.6 us behind 18.1 in float32 (43),
-// 16.1 behind 9.6 in bfloat16 (45); (4096, 1000) in 8 groups in bfloat16 with silu: 11.7 behind 5.0
-// (15); (16384, 510) in 34 groups in bfloat16 with relu: 16 behind 9.6 (38).  Groups of 2 are slower
-// than that, for a warp has no more than 64 elements at once: (16384, 510) in 255 takes 41 (22).
+// (H200, 2026-12-01).  (1023, 8190) in 18 groups with hardtanh: 22.6 us behind 18.1 in float32
+// (43), 16.1 behind 9.6 in bfloat16 (45); (4096, 1000) in 8 groups in bfloat16 with silu: 11.7
+// behind 5.0 (15); (16384, 510) in 34 groups in bfloat16 with relu: 16 behind 9.6 (38).  Groups of
+// 2 are slower than that, for a warp has no more than 64 elements at once: (16384, 510) in 255
+// takes 41 (22).
 #pragma once
 #include "normalize.cuh"
 
@@ -109,22 +110,24 @@ struct SpanPlan {
   }
 };
 
-// K: elements of each lane.
-template <class T, class O, int K, bool kResidual>
-__global__ __launch_bounds__(kSpanThreads, kSpanOccupancy<T, K, kResidual>) void normalize_spans(
-    const Forward problem, const SpanPlan plan) {
+// K: elements of each lane in a group; P: groups of a team, several only where it is one lane.
+template <class T, class O, int K, int P, bool kResidual>
+__global__ __launch_bounds__(
+    kSpanThreads, kSpanOccupancy<T, K * P, kResidual>) void normalize_spans(const Forward problem,
+                                                                            const SpanPlan plan) {
   constexpr bool kPivot = sizeof(T) > 2, kCorrection = sizeof(O) > 2;
   using A = Accumulate<T>;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lanes = 1 << plan.log2_lanes, teams = 32 >> plan.log2_lanes, size = plan.size;
-  const int lane = threadIdx.x % 32, rank = lane & (lanes - 1), team = lane >> plan.log2_lanes;
+  const int log2_lanes = P > 1 ? 0 : plan.log2_lanes, lanes = 1 << log2_lanes;
+  const int size = P > 1 ? K : plan.size, teams = 32 >> log2_lanes;
+  const int lane = threadIdx.x % 32, rank = lane & (lanes - 1), team = lane >> log2_lanes;
   const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
-  const int first = warp * teams, mine = min(teams, plan.step - first);  // groups of the warp
+  const int first = warp * teams * P, mine = min(teams * P, plan.step - first);  // groups
   if (mine <= 0) return;
   // Of the lane, in its group and in the span.  Every lane has all K, without a question for any of
   // them: the last ones of a team share elements with those before, which alone count these.  Where
   // the warp has no group, or none is left, lanes work on what lies in shared memory.
-  const int begin = min(rank * K, size - K), in_span = team * size + begin;
+  const int begin = min(rank * K, size - K), in_span = team * P * size + begin;
   const int shared = rank * K - begin;
 
   char* const room = reinterpret_cast<char*>(memory) + threadIdx.x / 32 * plan.shared;
@@ -154,22 +157,25 @@ __global__ __launch_bounds__(kSpanThreads, kSpanOccupancy<T, K, kResidual>) void
 #pragma unroll
   for (int i = 0; i < kSpanStages; ++i) fetch(i, offset + i * plan.stride);
 
-  A weight[K], bias[K];
-  const int row = plan.num_groups.quotient(first + team);
-  const int64_t channel = (first + team - row * problem.num_groups) * plan.channels;
+  A weight[P * K], bias[P * K];
   // All loads of one kind behind one branch, so that they are on their way together.
-  const auto load_run = [&](const auto* values, A(&result)[K]) {
+  const auto load_run = [&](const auto* values, A(&result)[P* K]) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const int c = problem.spatial == 1 ? begin + k : plan.spatial.quotient(begin + k);
-      result[k] = static_cast<A>(values[channel + c]);
+    for (int p = 0; p < P; ++p) {
+      const int number = first + team * P + p, row = plan.num_groups.quotient(number);
+      const int64_t channel = (number - row * problem.num_groups) * plan.channels;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const int c = problem.spatial == 1 ? begin + k : plan.spatial.quotient(begin + k);
+        result[p * K + k] = static_cast<A>(values[channel + c]);
+      }
     }
   };
   const bool wide = affine_is_wide(problem);
-  const auto load_parameter = [&](const void* values, A otherwise, A(&result)[K]) {
+  const auto load_parameter = [&](const void* values, A otherwise, A(&result)[P* K]) {
     if (values == nullptr) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) result[k] = otherwise;
+      for (A& value : result) value = otherwise;
     } else if (wide) {
       load_run(static_cast<const A*>(values), result);
     } else {
@@ -186,60 +192,71 @@ __global__ __launch_bounds__(kSpanThreads, kSpanOccupancy<T, K, kResidual>) void
     __syncwarp();
     char* const at = room + stage * plan.stage;
     const T* const from = span_in(at, input(offset)) + in_span;
-    const A pivot = kPivot ? static_cast<A>(from[-begin]) : A(0);  // the group's first
     // Of a long run one more, so that activations take it in parts.
-    A z[K < 15 ? K : K + 1], total[1] = {}, other = A(0);
-    if constexpr (K >= 15) z[K] = A(0);
+    A z[P * K < 15 ? P * K : P * K + 1], pivot[P], total[P] = {}, other[P] = {};
+    if constexpr (P * K >= 15) z[P * K] = A(0);
     int own = shared;  // from this one on
     asm volatile("" : "+r"(own));
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      z[k] = static_cast<A>(from[k]);
-      if (k >= own) (k % 2 == 0 ? total[0] : other) += z[k] - pivot;
+    for (int p = 0; p < P; ++p) {
+      pivot[p] = kPivot ? static_cast<A>(from[p * K - begin]) : A(0);  // the group's first
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        A& at_k = z[p * K + k];
+        at_k = static_cast<A>(from[p * K + k]);
+        if (k >= own) (k % 2 == 0 ? total : other)[p] += at_k - pivot[p];
+      }
+      total[p] += other[p];
     }
     if constexpr (!kResidual) {
       __syncwarp();  // all have read
       fetch(round + kSpanStages, offset + kSpanStages * plan.stride);
     }
-    total[0] += other;
     sum_over_lanes(total, lanes);
-    const A mean = pivot + quotient(total[0], count, share);
     constexpr int kSums = kCorrection ? 2 : 1;  // of squares; of what is left
-    A totals[kSums] = {};
-    other = A(0);
+    A totals[kSums * P] = {};
     int mirrored = ~own;
     asm volatile("" : "+r"(mirrored));  // compared anew: there are not as many predicates
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      z[k] -= mean;
-      if (mirrored >= ~k) {
-        A& squares = k % 2 == 0 ? totals[0] : other;
-        squares = multiply_add(z[k], z[k], squares);
-        if constexpr (kCorrection) totals[1] += z[k];
+    for (int p = 0; p < P; ++p) {
+      total[p] = pivot[p] + quotient(total[p], count, share);  // the mean
+      other[p] = A(0);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        A& centered = z[p * K + k];
+        centered -= total[p];
+        if (mirrored >= ~k) {
+          A& squares = k % 2 == 0 ? totals[kSums * p] : other[p];
+          squares = multiply_add(centered, centered, squares);
+          if constexpr (kCorrection) totals[kSums * p + 1] += centered;
+        }
       }
+      totals[kSums * p] += other[p];
     }
-    totals[0] += other;
     sum_over_lanes(totals, lanes);
-    A variance = totals[0] * share, rest = A(0);
-    if constexpr (kCorrection) {
-      rest = quotient(totals[1], count, share);
-      variance = multiply_add(-rest, rest, variance);
-    }
-    const A rstd = rstd_of(variance, plan.epsilon<A>());
     const int groups = groups_in(round);
-    if (problem.mean != nullptr && rank == 0 && team < groups) {
-      Statistics<A> statistics;
-      statistics.mean = mean;
-      statistics.rest = rest;
-      statistics.rstd = rstd;
-      save(problem, int64_t(round) * plan.step + first + team, statistics);
-    }
     [[maybe_unused]] const O* const added = span_in(at + plan.residual, residual(offset)) + in_span;
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      z[k] = kCorrection ? multiply_add(z[k], rstd, -rest * rstd) : z[k] * rstd;
-      z[k] = multiply_add(z[k], weight[k], bias[k]);
-      if constexpr (kResidual) z[k] += static_cast<A>(added[k]);
+    for (int p = 0; p < P; ++p) {
+      A variance = totals[kSums * p] * share, rest = A(0);
+      if constexpr (kCorrection) {
+        rest = quotient(totals[kSums * p + 1], count, share);
+        variance = multiply_add(-rest, rest, variance);
+      }
+      const A rstd = rstd_of(variance, plan.epsilon<A>());
+      if (problem.mean != nullptr && rank == 0 && team * P + p < groups) {
+        Statistics<A> statistics;
+        statistics.mean = total[p];
+        statistics.rest = rest;
+        statistics.rstd = rstd;
+        save(problem, int64_t(round) * plan.step + first + team * P + p, statistics);
+      }
+#pragma unroll
+      for (int n = p * K; n < p * K + K; ++n) {
+        z[n] = kCorrection ? multiply_add(z[n], rstd, -rest * rstd) : z[n] * rstd;
+        z[n] = multiply_add(z[n], weight[n], bias[n]);
+        if constexpr (kResidual) z[n] += static_cast<A>(added[n]);
+      }
     }
     if constexpr (kResidual) {
       __syncwarp();
@@ -250,7 +267,7 @@ __global__ __launch_bounds__(kSpanThreads, kSpanOccupancy<T, K, kResidual>) void
     char* const results = room + kSpanStages * plan.stage;
     O* const to = span_in(results, y) + in_span;
 #pragma unroll
-    for (int k = 0; k < K; ++k) to[k] = static_cast<O>(z[k]);
+    for (int n = 0; n < P * K; ++n) to[n] = static_cast<O>(z[n]);
     __syncwarp();
     store_span(y, results, groups * size);
     __syncwarp();  // before the next results
@@ -260,7 +277,7 @@ __global__ __launch_bounds__(kSpanThreads, kSpanOccupancy<T, K, kResidual>) void
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, class O, bool kResidual, int K>
+template <class T, class O, bool kResidual, int K, int P = 1>
 cudaError_t launch_spans_of(const Forward& p, int log2_lanes, const Gpu& gpu, cudaStream_t stream) {
   SpanPlan plan;
   plan.log2_lanes = log2_lanes;
@@ -269,11 +286,11 @@ cudaError_t launch_spans_of(const Forward& p, int log2_lanes, const Gpu& gpu, cu
   plan.groups = p.batch * p.num_groups;
   plan.spatial = Divisor::of(p.spatial);
   plan.num_groups = Divisor::of(p.num_groups);
-  const int teams = 32 >> log2_lanes;  // of a warp
+  const int at_once = P * 32 >> log2_lanes;  // groups of a warp
 
   // Room for a span at any address, a multiple of 16 bytes.
   const auto room = [&](size_t element) {
-    return static_cast<int>(ceil_div(teams * plan.size * element, 16) + 1) * 16;
+    return static_cast<int>(ceil_div(at_once * plan.size * element, 16) + 1) * 16;
   };
   plan.residual = room(sizeof(T));
   plan.stage = plan.residual + (kResidual ? room(sizeof(O)) : 0);
@@ -282,8 +299,8 @@ cudaError_t launch_spans_of(const Forward& p, int log2_lanes, const Gpu& gpu, cu
   // One wave of blocks, in which every multiprocessor has as many; or, where that would be more
   // than 8 samples for each team, many short walks, which even out.
   const int64_t blocks = std::clamp<int64_t>(gpu.fitting(kSpanThreads / 32 * plan.shared), 1,
-                                             kSpanOccupancy<T, K, kResidual>);
-  const int64_t wave = gpu.multiprocessors * blocks * (kSpanThreads / 32) * teams;  // groups
+                                             kSpanOccupancy<T, K * P, kResidual>);
+  const int64_t wave = gpu.multiprocessors * blocks * (kSpanThreads / 32) * at_once;  // groups
   int64_t slices = std::clamp<int64_t>(wave / p.num_groups, 1, p.batch);
   if (ceil_div(p.batch, slices) > 8) slices = ceil_div(p.batch, 4);
   slices = std::min(slices, std::max<int64_t>((int64_t(1) << 30) / p.num_groups, 1));
@@ -292,13 +309,13 @@ cudaError_t launch_spans_of(const Forward& p, int log2_lanes, const Gpu& gpu, cu
   plan.eps_wide = p.eps;
   plan.eps = static_cast<float>(p.eps);
   plan.rounds = static_cast<int>(ceil_div(p.batch, slices));
-  const int64_t warps = ceil_div(plan.step, teams);
+  const int64_t warps = ceil_div(plan.step, at_once);
   // Small problems in small blocks, to reach more multiprocessors.
   int of_block = kSpanThreads / 32;
   while (of_block > 1 && ceil_div(warps, of_block) < gpu.multiprocessors) of_block /= 2;
   Shape shape = {ceil_div(warps, of_block), of_block * 32, of_block * plan.shared};
   shape.early = gpu.clusters;
-  return launch_shared<normalize_spans<T, O, K, kResidual>>(p.device, shape, stream, p, plan);
+  return launch_shared<normalize_spans<T, O, K, P, kResidual>>(p.device, shape, stream, p, plan);
 }
 
 // With the run that was chosen, the kIndex-th or one behind it.
@@ -311,7 +328,13 @@ cudaError_t launch_spans(const Forward& p, const Spans& spans, const Gpu& gpu,
       return launch_spans<T, O, kResidual, kIndex + 1>(p, spans, gpu, stream);
     }
   }
-  return launch_spans_of<T, O, kResidual, Spans::kRuns[kIndex]>(p, spans.log2_lanes, gpu, stream);
+  constexpr int K = Spans::kRuns[kIndex];
+  // Of the smallest groups a lane has 16 bytes, or a warp would have next to nothing at once.
+  constexpr int P = K % 2 == 0 ? 16 / (K * sizeof(T)) : 1;
+  if constexpr (P > 1) {
+    if (spans.log2_lanes == 0) return launch_spans_of<T, O, kResidual, K, P>(p, 0, gpu, stream);
+  }
+  return launch_spans_of<T, O, kResidual, K>(p, spans.log2_lanes, gpu, stream);
 }
 
 }  // namespace fxfuse::cuda
