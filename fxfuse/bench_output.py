@@ -127,8 +127,9 @@ _FLOORS = {"copy": "a copy", "add": "an addition", "linear": "the Linear"}
 def plot(figures: Figures, file: str) -> None:
     """Draws how near each contender comes to the floor, against the bytes of a group.
 
-    A point is a row; a line goes through the medians of the rows whose groups are about as large,
-    to the nearest power of two.
+    With `--chain` it is the time over that of the Linear alone, against the features that it sums
+    over, and of what runs both ways that in graphs.  A point is a row; a line goes through the
+    medians of the rows that are about as large, to the nearest power of two.
 
     Args:
         figures: As in the JSON file.
@@ -141,14 +142,22 @@ def plot(figures: Figures, file: str) -> None:
     from matplotlib.ticker import FuncFormatter
 
     rows = figures["rows"]
-    on_cpu = figures["settings"]["device"] == "cpu"
+    on_cpu, chain = figures["settings"]["device"] == "cpu", figures["settings"]["chain"]
     kind = "warm" if on_cpu else "cold"
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, result in row["results"].items():
-            if name != row["floor"] and kind in result["ratios"]:
-                fraction = 1 / result["ratios"][kind]["to_floor"]
-                points.setdefault(name, []).append((row["group_bytes"], fraction))
+            if name == row["floor"] or kind not in result["ratios"]:
+                continue
+            if chain and f"{name} graph" in row["results"]:
+                continue
+            times_floor = result["ratios"][kind]["to_floor"]
+            point = (
+                (row["in_features"], times_floor)
+                if chain
+                else (row["group_bytes"], 1 / times_floor)
+            )
+            points.setdefault(name, []).append(point)
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     families = list(dict.fromkeys(name.removesuffix(" graph") for name in points))
     for name, pairs in points.items():
@@ -165,10 +174,17 @@ def plot(figures: Figures, file: str) -> None:
     floor = " or ".join(dict.fromkeys(_FLOORS[row["floor"]] for row in rows))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("bytes of a group")
-    axes.set_ylabel(f"fraction of the speed of {floor} of the same tensor")
+    text = "{:g}".format if chain else _size
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    if chain:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("features of the Linear's input, K")
+        axes.set_ylabel(f"time over that of {floor} alone")
+    else:
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("bytes of a group")
+        axes.set_ylabel(f"fraction of the speed of {floor} of the same tensor")
     axes.set_title(_headline(figures) + ("" if on_cpu else ", cold L2 cache"), fontsize=10)
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=150)

@@ -134,7 +134,7 @@ def test_bench_prints_tables_and_writes_figures_and_plot(device, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--backward", "--chain"])
-def test_bench_writes_only_json_to_stdout_if_asked(device, option):
+def test_bench_writes_only_json_to_stdout_if_asked(device, option, tmp_path):
     only = "2x1280x8x8*" if option == "--backward" else "128x1024->512*bfloat16"
     options = ["--device", str(device), "--no-inductor", "--grid", "full", "--only", only]
     result = fxfuse(*options, option, "--rounds", "3", "--json", "-")
@@ -143,6 +143,10 @@ def test_bench_writes_only_json_to_stdout_if_asked(device, option):
     assert len(figures["rows"]) == (2 if option == "--backward" else 1)
     check_figures(figures, present(device, chain=option == "--chain"))
     assert "geometric mean" in result.stderr
+    if importlib.util.find_spec("matplotlib"):
+        file = tmp_path / "plot.png"
+        bench_output.plot(figures, str(file))
+        assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_with_inductor_compiles_beforehand_and_measures_it(device):
