@@ -1425,7 +1425,15 @@ CHANGES: dict[str, Any] = {
     ),
     "a setting of torch's": lambda patch: (
         FindsASetting(),
-        lambda *_: patch.setattr(torch.backends.cudnn, "benchmark", True),
+        lambda *_: (
+            # torch's own test tools, once imported, forbid it.
+            patch.setitem(
+                torch.backends.flags_frozen.__globals__,
+                "__allow_nonbracketed_mutation_flag",
+                True,
+            ),
+            patch.setattr(torch.backends.cudnn, "benchmark", True),
+        ),
     ),
     "a global of a child's method": lambda patch: (
         FindsInAChild(),
