@@ -329,7 +329,8 @@ class Reference:
 
     where dz = grad_output f'(z), whose own size is |grad_output| (|f'(z)| + |f''(z)| size of z)
     where f' is smooth: z is rounded before f' is taken of it.  Of the output there is one scale per
-    group, (N, G); of a gradient one per tensor.
+    group, (N, G); of a gradient one per tensor.  Where all z are near 0, that of a sigmoid is its
+    result, 1/2, which is rounded too.
     """
 
     num_groups: int
@@ -482,6 +483,10 @@ def reference(
         z = x_hat * weight + bias
         rounded = round_params(activation, params, dtype)
         size = np.abs(x_hat * weight) + np.abs(bias)
+        output = activation_value(activation, z, rounded)
+        scale = grouped(size, num_groups).max(-1)
+        if activation in SMOOTH:
+            scale = np.maximum(scale, np.abs(grouped(output, num_groups)).max(-1))
         gradients: dict[str, tuple[Array, Array]] = {}
         if grad_output is not None:
             dy = to_array(grad_output, wide)
@@ -504,8 +509,8 @@ def reference(
             z,
             kinks(activation, rounded),
             dtype,
-            activation_value(activation, z, rounded),
-            grouped(size, num_groups).max(-1),
+            output,
+            scale,
             max(1.0, abs(rounded[0])) if activation == "leaky_relu" else 1.0,
             gradients,
         )
