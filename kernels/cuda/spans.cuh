@@ -21,9 +21,8 @@
 // Measured.  As in rows.cuh, in parentheses the time with every lane loading its own elements
 // (H200, 2026-12-01).  (1023, 8190) in 18 groups with hardtanh: 22.6 us behind 18.1 in float32
 // (43), 16.1 behind 9.6 in bfloat16 (45); (4096, 1000) in 8 groups in bfloat16 with silu: 11.7
-// behind 5.0 (15); (16384, 510) in 34 groups in bfloat16 with relu: 16 behind 9.6 (38).  Groups of
-// 2 are slower than that, for a warp has no more than 64 elements at once: (16384, 510) in 255
-// takes 41 (22).
+// behind 5.0 (15); (16384, 510) in 34 groups in bfloat16 with relu: 16 behind 9.6 (38).  (16384,
+// 510) in 255, of which a lane has several: 20 (22).
 #pragma once
 #include "normalize.cuh"
 
