@@ -457,6 +457,22 @@ def attribute(node: fx.Node, root: nn.Module) -> Any:
     return value
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node gives the tensor that it reads, or a part or another view of it."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        node.op != "get_attr"
+        and len(node.all_input_nodes) == 1
+        and (name in _GIVE_VIEWS or str(name).endswith("_"))
+    )
+
+
+_GIVE_VIEWS = frozenset(
+    {"getattr", "getitem", "detach", "view", "view_as", "reshape", "flatten", "t", "transpose"}
+    | {"permute", "squeeze", "unsqueeze", "expand", "narrow", "select", "chunk", "split", "unbind"}
+)
+
+
 def value(node: fx.Node) -> torch.Tensor | None:
     """The fake tensor that export, AOT (`val`) or Dynamo (`example_value`) has recorded."""
     recorded = node.meta.get("val", node.meta.get("example_value"))

@@ -32,6 +32,8 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import inplace_methods
 
+from fxfuse import nodes
+
 
 class Reason(Enum):
     """Why a site is as it is: `code` names it, the value is the template of its sentence."""
@@ -431,9 +433,9 @@ class _Context:
         found = []
         for writer in (self.nodes[index] for index in self.writers):
             for value in self.written(writer):
-                while _is_view(value):
+                while nodes.is_view(value):
                     value = value.all_input_nodes[0]
-                if (tensor := _attribute(value, self.root)) is not None:
+                if (tensor := nodes.attribute(value, self.root)) is not None:
                     found.append((writer, tensor))
         return found
 
@@ -557,7 +559,7 @@ class _Chain:
         if not self.context.parameter_writes:
             return None
         root = self.context.root
-        own = {id(_attribute(node, root)) for node in head.all_input_nodes} - {id(None)}
+        own = {id(nodes.attribute(node, root)) for node in head.all_input_nodes} - {id(None)}
         if head.op == "call_module":
             own.update(map(id, root.get_submodule(str(head.target)).parameters()))
         return next(
@@ -788,30 +790,6 @@ _NO_EFFECT = frozenset(
 def _has_no_effect(node: fx.Node) -> bool:
     """Whether a node does nothing but give a result; what autograd leaves in a graph."""
     return node.op == "call_function" and node.target in _NO_EFFECT
-
-
-_VIEWS = frozenset(
-    {"getattr", "getitem", "detach", "view", "view_as", "reshape", "flatten", "t", "transpose"}
-    | {"permute", "squeeze", "unsqueeze", "expand", "narrow", "select", "chunk", "split", "unbind"}
-)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node gives the tensor that it reads, or a part or another view of it."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return (
-        node.op != "get_attr"
-        and len(node.all_input_nodes) == 1
-        and (name in _VIEWS or str(name).endswith("_"))
-    )
-
-
-def _attribute(node: fx.Node, root: nn.Module) -> Any:
-    """What a `get_attr` node reads now; None for any other node."""
-    value: Any = root if node.op == "get_attr" else None
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 _WRITING_OPERATORS = frozenset(
