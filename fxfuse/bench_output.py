@@ -147,16 +147,11 @@ def plot(figures: Figures, file: str) -> None:
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, result in row["results"].items():
-            if name == row["floor"] or kind not in result["ratios"]:
+            in_graph_too = chain and f"{name} graph" in row["results"]
+            if name == row["floor"] or in_graph_too or kind not in result["ratios"]:
                 continue
-            if chain and f"{name} graph" in row["results"]:
-                continue
-            times_floor = result["ratios"][kind]["to_floor"]
-            point = (
-                (row["in_features"], times_floor)
-                if chain
-                else (row["group_bytes"], 1 / times_floor)
-            )
+            ratio = result["ratios"][kind]["to_floor"]
+            point = (row["in_features"], ratio) if chain else (row["group_bytes"], 1 / ratio)
             points.setdefault(name, []).append(point)
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     families = list(dict.fromkeys(name.removesuffix(" graph") for name in points))
@@ -178,7 +173,7 @@ def plot(figures: Figures, file: str) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     if chain:
         axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
         axes.set_xlabel("features of the Linear's input, K")
         axes.set_ylabel(f"time over that of {floor} alone")
     else:

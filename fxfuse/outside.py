@@ -389,13 +389,10 @@ class Surroundings:
                 if not (hasattr(value, "__dict__") and self._may_change(value)):
                     break
                 found.append(value := self._found(value, str(name)))
-        for base in self.bases:
-            methods = (vars(base).get(name) for name in vars(base).keys() & set(names))
-            if self._may_change(base):
-                found += [m for m in methods if isinstance(m, types.FunctionType)]
-                for name in vars(base).keys() & set(names):
-                    if isinstance(vars(base)[name], types.FunctionType):
-                        self._found(base, name)
+        for base in filter(self._may_change, self.bases):
+            for name in vars(base).keys() & set(names):
+                if isinstance(vars(base)[name], types.FunctionType):
+                    found.append(self._found(base, name))
         return found
 
     def _named_attributes(self) -> list[Any]:
@@ -597,16 +594,15 @@ def _is_harmless(function: Any) -> bool:
             home.partition(".")[0] in _HARMLESS_PACKAGES
         )
     if isinstance(owner, type):
-        return owner.__module__.partition(".")[0] in (*_HARMLESS_PACKAGES, "builtins")
+        home = owner.__module__.partition(".")[0]
+        return home == "builtins" or home in _HARMLESS_PACKAGES
     home = type(owner).__module__
     if home.startswith("numpy.random"):
         return False
     if function.__qualname__.startswith("object."):
         return True
-    return isinstance(owner, _HARMLESS_TYPES) or home.partition(".")[0] in (
-        *_HARMLESS_PACKAGES,
-        "re",
-    )
+    home = home.partition(".")[0]
+    return isinstance(owner, _HARMLESS_TYPES) or home == "re" or home in _HARMLESS_PACKAGES
 
 
 # What `torch.backends` asks when its settings are read.

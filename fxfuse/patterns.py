@@ -208,7 +208,6 @@ def take_linears_in(
         root: The module that the graph addresses.
         named: Names of values that must stay.
     """
-    ops.register_flops()
     choices: list[LinearChoice] = []
     for call in list(graph.nodes):
         if call.target is not ops.group_norm_activation:
@@ -255,6 +254,8 @@ def take_linears_in(
         call.replace_all_uses_with(whole)
         graph.erase_node(call)
         graph.erase_node(linear)
+    if any(choice.taken for choice in choices):
+        ops.register_flops()
     return choices
 
 
@@ -279,37 +280,33 @@ def _choose_kernel(
     if weight is None or (result is None and not weight.is_cuda):
         return LinearChoice(linear, True, "")  # it may be moved yet
     out_features, in_features = weight.shape
-    rows: object = 1 << 20
-    ways: list[tuple[torch.dtype, torch.dtype | None]] = [(weight.dtype, None)]  # and the result's
+    rows: Any = 1 << 20
+    dtype, output_dtype = weight.dtype, None
     if result is not None:
         if result.dim() != 2:
             return LinearChoice(linear, False, "its result has not two dimensions")
         whole = nodes.value(call)
         rows = nodes.hint(result.shape[0])
-        ways = [(result.dtype, None if whole is None else whole.dtype)]
-    elif weight.dtype == torch.float32:
-        ways.append((torch.bfloat16, torch.float32))  # under autocast
+        dtype, output_dtype = result.dtype, None if whole is None else whole.dtype
     if not all(type(n) is int for n in (rows, in_features, out_features)):
         return LinearChoice(linear, True, "")
     if out_features % num_groups or (affine is not None and affine.numel() != out_features):
         return LinearChoice(linear, False, "its result has not two dimensions")  # or it raises
-    answers = [
-        ops.linear_kernel(
-            cast(int, rows),
-            in_features,
-            out_features,
-            num_groups,
-            cast(str, call.kwargs["activation"]),
-            dtype=dtype,
-            device=weight.device,
-            output_dtype=output_dtype,
-            affine_dtype=None if affine is None else affine.dtype,
-        )
-        for dtype, output_dtype in ways
-    ]
-    (served, reason), (served_in_16_bits, in_16_bits) = answers[0], answers[-1]
-    if not served and served_in_16_bits:
-        return LinearChoice(linear, True, f"only under autocast ({reason}), {in_16_bits}")
+    kernel = functools.partial(
+        ops.linear_kernel,
+        rows,
+        in_features,
+        out_features,
+        num_groups,
+        cast(str, call.kwargs["activation"]),
+        device=weight.device,
+        affine_dtype=None if affine is None else affine.dtype,
+    )
+    served, reason = kernel(dtype=dtype, output_dtype=output_dtype)
+    if not served and result is None and dtype == torch.float32:
+        served, in_16_bits = kernel(dtype=torch.bfloat16, output_dtype=torch.float32)
+        if served:
+            reason = f"only under autocast ({reason}), {in_16_bits}"
     return LinearChoice(linear, served, reason)
 
 

@@ -498,7 +498,7 @@ class _Tracer(fx.Tracer):
                 if isinstance(member, Tensor) and tracer._hears() and self in tracer.names:
                     path = name.removeprefix(f"{prefix}.") if prefix else name
                     owner, _, last = path.rpartition(".")
-                    member = getattr(self.get_submodule(owner), last)
+                    member = getattr(cls.get_submodule(self, owner), last)
                 yield name, member
 
         body = {
