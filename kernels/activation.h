@@ -75,18 +75,23 @@ FXFUSE_INLINE V gated(V z, V tail) {
   return select(z < V{}, V{}, z) - size * tail;
 }
 
+// z times the sigmoid of z times `steepness`, which is above 0.
+template <class V>
+FXFUSE_INLINE V times_sigmoid(V z, V steepness) {
+  const V one = broadcast<V>(1.0);
+  if constexpr (kExactQuotient<V>) {
+    return divide(z, one + exponential(-z * steepness));
+  } else {
+    const V e = exponential(-magnitude(z) * steepness);
+    return gated(z, fraction(e, one + e));
+  }
+}
+
 template <class V>
 struct SiLU {
   V one;
   FXFUSE_INLINE explicit SiLU(const double*) : one(broadcast<V>(1.0)) {}
-  FXFUSE_INLINE V value(V z) const {
-    if constexpr (kExactQuotient<V>) {
-      return divide(z, one + exponential(-z));
-    } else {
-      const V e = exponential(-magnitude(z));
-      return gated(z, fraction(e, one + e));
-    }
-  }
+  FXFUSE_INLINE V value(V z) const { return times_sigmoid(z, one); }
   FXFUSE_INLINE V grad(V z, V dy) const {
     V e = exponential(-z), s = divide(one, one + e);
     // 1 - s, which for large z would be what the rounding of s left, times z.
@@ -211,15 +216,7 @@ struct GELUTanh {
         cubic(broadcast<V>(kCubic)),
         slope(broadcast<V>(3 * kCubic)),
         limit(broadcast<V>(32.0)) {}  // where the sigmoid is 0 or 1
-  FXFUSE_INLINE V value(V z) const {
-    const V steepness = linear + cubic * (z * z);
-    if constexpr (kExactQuotient<V>) {
-      return divide(z, one + exponential(-z * steepness));
-    } else {
-      const V e = exponential(-magnitude(z) * steepness);
-      return gated(z, fraction(e, one + e));
-    }
-  }
+  FXFUSE_INLINE V value(V z) const { return times_sigmoid(z, linear + cubic * (z * z)); }
   FXFUSE_INLINE V grad(V z, V dy) const {
     z = select(z > limit, limit,
                select(z < -limit, -limit, z));  // or a product is 0 times infinity

@@ -68,9 +68,11 @@ FXFUSE_INLINE double row_pivot(const Work<double>& work, int64_t row) {
   return static_cast<const double*>(work.input)[first];
 }
 
-// 1 / sqrt(value), to half an ulp but for the sixtieth time: one step of Newton's takes off most of
-// what the root and the quotient are rounded by.
-FXFUSE_INLINE double reciprocal_root(double value) {
+// 1 / sqrt(value) for an rstd of type A.  Of a double, one step of Newton's takes off most of what
+// the root and the quotient are rounded by: it is off by more than half an ulp once in sixty times.
+template <class A>
+FXFUSE_INLINE A reciprocal_root(double value) {
+  if constexpr (sizeof(A) < sizeof(double)) return static_cast<A>(1 / __builtin_sqrt(value));
   const double root = 1 / __builtin_sqrt(value), square = root * root;
   const double lost = __builtin_fma(root, root, -square);
   const double rest = __builtin_fma(-value, square, 1.0) - value * lost;
@@ -88,7 +90,7 @@ FXFUSE_INLINE void save_statistics(const Work<A>& work, int64_t row, double pivo
   const A high = static_cast<A>(mean), low = static_cast<A>((mean - high) + lost);
   work.mean[row] = high;
   work.mean_low[row] = low - low == 0 ? low : 0;  // NaN where the mean is infinite
-  work.rstd[row] = static_cast<A>(reciprocal_root(variance + work.eps));
+  work.rstd[row] = reciprocal_root<A>(variance + work.eps);
 }
 
 // Rows of at most this many values are done kWidth at a time, for the sake of the sums over lanes:
